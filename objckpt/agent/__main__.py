@@ -1,0 +1,19 @@
+"""`python -m objckpt.agent FD`: started by the trainer with one end of a socket pair. Never imports torch."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+from objckpt.agent.server import serve
+
+
+def main() -> None:
+    # A Ctrl-C or a preemption's SIGTERM to the whole job must not cost the checkpoint that is under way.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    serve(socket.socket(fileno=int(sys.argv[1])), own_process=True)
+
+
+main()

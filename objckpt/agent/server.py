@@ -1,0 +1,254 @@
+"""The agent's side: take saves one after the other, upload, commit, report; finish what is staged when the trainer dies.
+
+The same code runs in a process and in a thread of the trainer; only the process lingers and can be met by a successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from objckpt.agent.protocol import Channel, Message, agent_address
+from objckpt.config import SaveOptions, StoreOptions
+from objckpt.errors import ObjckptError, SaveError
+from objckpt.format import checksums, keys, values
+from objckpt.save import plan
+from objckpt.save.arena import ArenaReader, pieces
+from objckpt.save.commit import LeafMeta, LogWriter, build_index, index_object
+from objckpt.save.encode import Encoded, encode
+from objckpt.save.upload import upload_packs
+from objckpt.store import Uploads, open_store, open_uploads
+
+logger = logging.getLogger("objckpt")
+_PROGRESS_EVERY_S = 0.2
+
+
+def serve(sock: socket.socket, *, own_process: bool) -> None:
+    """Serve one trainer until it says bye, or is gone and what it staged is settled (at most `linger_s` later)."""
+    channel = Channel(sock)
+    try:
+        hello = channel.receive()
+        if hello is not None:
+            asyncio.run(_Agent(channel, hello, own_process).run())
+    finally:
+        # Shut down first: the receiving thread blocks on this socket, and a mere close would not reach the trainer.
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
+
+
+class _Agent:
+    def __init__(self, channel: Channel, hello: Message, own_process: bool) -> None:
+        self.channel, self.own_process = channel, own_process
+        self.url: str = hello["url"]
+        self.session: str = hello["session"]
+        self.rank: int = hello["rank"]
+        self.world_size: int = hello["world_size"]
+        self.store_options = StoreOptions(**hello["store"])
+        self.options = SaveOptions(**hello["options"])
+        self.trainer_pid: int = hello["pid"]
+        self.parent: int | None = None
+        self.arena: ArenaReader | None = None
+        self.inbox: asyncio.Queue[Message | None] = asyncio.Queue()
+        self.trainer_gone = asyncio.Event()
+        workers = max(1, min(8, (os.cpu_count() or 2) - 1))
+        self.window = 2 * workers
+        self.pool = ThreadPoolExecutor(workers, "objckpt-encode")
+        self.reader = ThreadPoolExecutor(1, "objckpt-read")
+
+    async def run(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        threading.Thread(target=self._receive, name="objckpt-agent-receive", daemon=True).start()
+        if self.own_process:
+            threading.Thread(target=self._watch_trainer, name="objckpt-agent-watch", daemon=True).start()
+            threading.Thread(target=self._meet_successors, name="objckpt-agent-meet", daemon=True).start()
+        self.store = open_store(self.url, self.store_options)
+        self.writer = LogWriter(self.store, self.session, self.world_size, self.store_options.retry_deadline_s)
+        work = asyncio.create_task(self._work())
+        gone = asyncio.create_task(self._linger_is_over())
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            self.store.close()
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            self.reader.shutdown(wait=False, cancel_futures=True)
+            if self.arena is not None:
+                os.close(self.arena.fd)
+
+    # ---- the trainer ------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this agent has ended
+            while (message := self.channel.receive()) is not None:
+                self.loop.call_soon_threadsafe(self.inbox.put_nowait, message)
+        self._trainer_is_gone()
+
+    def _watch_trainer(self) -> None:
+        # Forked children of the trainer may hold the socket open after its death: the pidfd tells all the same.
+        with contextlib.suppress(OSError):
+            fd = os.pidfd_open(self.trainer_pid)
+            select.select([fd], [], [])
+            os.close(fd)
+        self._trainer_is_gone()
+
+    def _trainer_is_gone(self) -> None:
+        def tell() -> None:
+            if not self.trainer_gone.is_set():
+                self.trainer_gone.set()
+                self.inbox.put_nowait(None)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self.loop.call_soon_threadsafe(tell)
+
+    async def _linger_is_over(self) -> None:
+        await self.trainer_gone.wait()
+        await asyncio.sleep(self.options.linger_s)
+
+    def _meet_successors(self) -> None:
+        """Whoever connects is told whether our trainer lives, and sees the connection end when we do."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.bind(
+                agent_address(self.url, self.rank)
+            )  # taken: another live job writes the same prefix from this host
+            door.listen(16)
+            guests = []
+            while True:
+                guest, _ = door.accept()
+                guests.append(guest)  # kept open until this process ends
+                with contextlib.suppress(OSError):
+                    guest.sendall(b"T" if _alive(self.trainer_pid) else b"L")
+
+    def _tell(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # a dead trainer needs no report
+            self.channel.send(message)
+
+    # ---- the work ---------------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        async with open_uploads(self.url, self.store_options) as uploads:
+            self._tell({"type": "ready"})
+            while (message := await self.inbox.get()) is not None and message["type"] != "bye":
+                if message["type"] == "arena":
+                    self.arena = ArenaReader(self.channel.fds.pop(0), message["slab_bytes"])
+                elif message["type"] == "save":
+                    await self._save(uploads, message)
+
+    async def _save(self, uploads: Uploads, message: Message) -> None:
+        number, step = message["save"], message["step"]
+        try:
+            done = await self._upload_and_commit(uploads, message)
+        except Exception as err:
+            logger.debug("save of step %s failed", step, exc_info=True)
+            self._tell({"type": "failed", "save": number, "error": _save_error(step, self.url, err).to_wire()})
+        else:
+            self._tell({"type": "committed", "save": number, **done})
+
+    async def _upload_and_commit(self, uploads: Uploads, message: Message) -> Message:
+        assert self.arena is not None
+        began_s, cpu_s = time.monotonic(), time.process_time()
+        await asyncio.to_thread(self.writer.open)
+        views, slab_bytes = self.arena.views(message["slabs"]), self.arena.slab_bytes
+        metas = [_leaf_meta(row) for row in message["leaves"]]
+        plans, total = plan.lay_out([row[-1] for row in message["leaves"]])
+        encoded = Encoded()
+        parts = encode(
+            plans,
+            message["itemsizes"],
+            lambda start, nbytes: pieces(views, slab_bytes, start, nbytes),
+            compression=self.options.compression,
+            chunk_bytes=self.options.chunk_bytes,
+            part_bytes=self.options.part_bytes,
+            pool=self.pool,
+            window=self.window,
+            out=encoded,
+        )
+        attempt = keys.attempt(message["step"], self.session, message["attempt"])
+        await upload_packs(
+            uploads,
+            parts,
+            attempt=attempt,
+            rank=self.rank,
+            connections=self.store_options.connections,
+            reader=self.reader,
+            progress=self._progress(message["save"], total),
+        )
+        index = build_index(
+            step=message["step"],
+            attempt=attempt,
+            rank=self.rank,
+            world_size=self.world_size,
+            metas=metas,
+            plans=plans,
+            encoded=encoded,
+            chunk_bytes=self.options.chunk_bytes,
+            tree=message["tree"],
+        )
+        key, data = index_object(index)
+        await uploads.put(key, [memoryview(data)], checksums.crc64(data))
+        uploaded_s = time.monotonic()
+        named = keys.parse_index(key)
+        assert named is not None
+        parent = message["parent"] if message["rebase"] else self.parent
+        meta = values.unpack(message["meta"], "metadata")
+        commit = await asyncio.to_thread(self.writer.commit, index, [(named.digest, len(data))], parent, meta)
+        self.parent = commit.seq
+        return {
+            "seq": commit.seq,
+            "attempt": attempt,
+            "stored_bytes": commit.stored_bytes,
+            "upload_s": uploaded_s - began_s,
+            "commit_s": time.monotonic() - uploaded_s,
+            "agent_cpu_s": time.process_time() - cpu_s,
+        }
+
+    def _progress(self, save: int, total: int) -> Any:
+        sent, told_s = 0, 0.0
+
+        def progress(nbytes: int) -> None:
+            nonlocal sent, told_s
+            sent += nbytes
+            now_s = time.monotonic()
+            if now_s - told_s > _PROGRESS_EVERY_S:
+                told_s = now_s
+                self._tell({"type": "progress", "save": save, "sent_bytes": sent, "total_bytes": total})
+
+        return progress
+
+
+def _leaf_meta(row: list[Any]) -> LeafMeta:
+    path, dtype, global_shape, offset, shape, _ = row
+    return LeafMeta(values.unpack(path, "path"), dtype, tuple(global_shape), tuple(offset), tuple(shape))
+
+
+def _save_error(step: int, url: str, err: Exception) -> ObjckptError:
+    """The failure as the trainer gets it: a SaveError naming the step; fencing keeps its own class."""
+    cause = err if isinstance(err, ObjckptError) else ObjckptError(f"{type(err).__name__}: {err}")
+    if cause.exit_code == 6:
+        return type(cause)(cause.message, **(cause.context | {"step": step}))
+    return SaveError(
+        f"step {step} was not committed to {url}: {cause.message}",
+        **(cause.context | {"step": step, "cause": cause.kind}),
+    )
+
+
+def _alive(pid: int) -> bool:
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    dead = bool(select.select([fd], [], [], 0)[0])
+    os.close(fd)
+    return not dead

@@ -1,0 +1,545 @@
+"""What training calls: `Checkpointer`."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from objckpt import limits, restore
+from objckpt.agent.client import AgentClient, wait_for_predecessor
+from objckpt.agent.protocol import Message
+from objckpt.config import SaveOptions, StoreOptions
+from objckpt.errors import (
+    AgentError,
+    BusyError,
+    ForkError,
+    NotCommittedError,
+    ObjckptError,
+    StepOrderError,
+    UsageError,
+    WaitTimeout,
+    from_wire,
+)
+from objckpt.events import Progress, ignore
+from objckpt.format import keys, values
+from objckpt.format.records import Commit
+from objckpt.handle import SaveHandle, SaveStats
+from objckpt.log import Log, read_log
+from objckpt.save import plan
+from objckpt.save.arena import Arena
+from objckpt.state.flatten import Leaf, flatten
+from objckpt.state.staging import Stager
+from objckpt.store import open_store
+
+logger = logging.getLogger("objckpt")
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_LOOK_AFTER_DEATH_S = 5.0
+
+
+@dataclass
+class _Flight:
+    handle: SaveHandle
+    slabs: list[int]
+    attempt: str
+    on_commit: Callable[[int], None] | None
+
+
+class Checkpointer:
+    """Saves and restores training state under one URL, `s3://bucket/prefix`.
+
+    Credentials and endpoint come from the standard AWS chain (environment, files, instance roles) and are refreshed by it.
+    The constructor makes no request. Use it as a context manager: leaving the block waits until every save has committed
+    or failed, and raises in the second case. Methods may be called by one thread at a time.
+
+    The commands of `objckpt` (`ls`, `show`, `verify`, `restore`) work on the same URL.
+    """
+
+    def __init__(self, url: str, *, store: StoreOptions | None = None, options: SaveOptions | None = None) -> None:
+        """Raises UsageError for a URL or option that is not acceptable. Nothing is read or written."""
+        self._store_options = store or StoreOptions()
+        self.options = options or SaveOptions()
+        self._store = open_store(url, self._store_options)
+        self.url = self._store.url
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if torch.distributed.get_world_size() > 1:
+                raise UsageError("objckpt does not save from several ranks yet: make the Checkpointer on rank 0 only")
+        self.session = _ulid()
+        self._pid = os.getpid()
+        self._stager = Stager()
+        self._arena = Arena(
+            limit_bytes=self.options.arena_bytes, on_segment=self._stager.pin, on_release=self._stager.unpin
+        )
+        self._agent: AgentClient | None = None
+        self._lock = threading.Lock()
+        self._flights: dict[int, _Flight] = {}
+        self._failed: list[SaveHandle] = []
+        self._saves = 0
+        self._log: Log | None = None
+        self._met_predecessor = False
+        self._parent: int | None = None  # seq of the checkpoint that the live state descends from
+        self._rebase = True  # whether the agent has to be told the parent
+        self._step: int | None = None  # of that checkpoint
+        self._closed = False
+        _open.add(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except ObjckptError as lost:  # the caller's exception goes first, and carries this one's text
+            error.add_note(f"objckpt: {lost}")
+            logger.error("%s", lost)
+
+    # ---- saving -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, state: Mapping[Any, Any]) -> None:
+        """Make the first save as fast as the later ones: start the uploader and bring the snapshot memory in.
+
+        Returns at once; the memory (the size of the state) becomes resident in the background. Call it when the state has
+        its final size: for optimizers that is after the first step.
+        """
+        self._check_usable()
+        flat = flatten(state, pickle=self.options.pickle)
+        self._arena.reserve(plan.slabs_for(sum(leaf.nbytes for leaf in flat.leaves)))
+        self._ensure_agent()
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[Any, Any],
+        *,
+        meta: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        on_commit: Callable[[int], None] | None = None,
+    ) -> SaveHandle:
+        """Copy `state` into the snapshot and return; upload and commit go on in the background.
+
+        Blocks for the copy of the state into host memory, and before that, while an earlier save still needs this memory.
+        The state may be changed as soon as this returns: what is stored is the state at the moment of the call, bit by bit.
+
+        Args:
+            step: the training step, 0 or more; above every step saved so far in this line of checkpoints.
+            state: nested mappings, lists and tuples of tensors (any dtype, device and stride), plain values, and objects
+                with `state_dict()`. Tensors that share memory are stored once.
+            meta: a small mapping of plain values, shown by `objckpt show`.
+            overwrite: permit a step that is already saved. The new checkpoint becomes the newest; the old one is kept.
+            on_commit: called with `step` from a background thread once the checkpoint is committed.
+
+        Raises:
+            SaveError: an earlier save has failed, and this was not reported yet. This save did not start; call again.
+            UnsupportedTypeError: a leaf cannot be stored. Nothing was copied or written.
+            StepOrderError, UsageError: the step. Nothing was copied or written.
+            ArenaFullError: the snapshot does not fit the host's memory or `arena_bytes`. Nothing was allocated.
+            BusyError: an earlier save is in flight and `on_busy="raise"`.
+        """
+        began_s = time.perf_counter()
+        self._check_usable()
+        self._raise_failure()
+        self._check_step(step, overwrite)
+        flat = flatten(state, pickle=self.options.pickle)
+        tree = values.pack(flat.tree)
+        packed_meta = values.pack(dict(meta) if meta is not None else None)
+        plans, total = plan.lay_out([leaf.nbytes for leaf in flat.leaves])
+        stats = SaveStats(staged_bytes=total)
+        slabs = self._acquire(plan.slabs_for(total), stats)
+        try:
+            stage_s = time.perf_counter()
+            self._stager.stage(flat.leaves, [(p.start, p.nbytes) for p in plans], self._arena.views(slabs))
+            stats.stage_s = time.perf_counter() - stage_s
+            handle = self._send(step, flat.leaves, slabs, tree, packed_meta, stats, on_commit)
+        except BaseException:
+            self._arena.release(slabs)
+            raise
+        stats.blocked_s = time.perf_counter() - began_s
+        return handle
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until no save is in flight. Raises what `SaveHandle.wait_committed` raises; WaitTimeout after `timeout` s."""
+        self._check_usable()
+        self._settle_all(timeout)
+        self._raise_failure()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait until every save has committed or failed, then end the uploader and free the snapshot memory. Idempotent.
+
+        Raises:
+            SaveError: a save has failed and this was not reported yet.
+            WaitTimeout: `timeout` seconds are over. Nothing is closed, the saves go on; call again.
+        """
+        if self._closed:
+            return
+        self._check_process()
+        self._settle_all(timeout)
+        agent = self._agent
+        self._closed = True
+        _open.discard(self)
+        if agent is not None:
+            try:
+                agent.send({"type": "bye"})
+                agent.join(30)
+            except AgentError:
+                pass  # nothing was in flight: its end loses nothing
+        self._arena.close()
+        self._store.close()
+        self._raise_failure()
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[Commit]:
+        """The committed checkpoints in the order of their commits; the last one is the newest. Blocks for a listing."""
+        return self._read_log().checkpoints
+
+    def latest(self) -> int | None:
+        """The step of the newest committed checkpoint; None when there is none. Blocks for a listing."""
+        try:
+            return self._read_log().newest().step
+        except NotCommittedError:
+            return None
+
+    def restore(
+        self,
+        into: Mapping[Any, Any],
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        only: str | list[str] | None = None,
+        cast: bool = False,
+        progress: Progress = ignore,
+    ) -> int | None:
+        """Fill `into` from the newest committed checkpoint, or from that of `step`. Blocks. Returns the step.
+
+        Tensors are filled in place (their device and strides stay); objects get their part by `load_state_dict`; plain
+        values are replaced in their mapping. Returns None, and touches nothing, when there is no checkpoint at all and
+        no step was named. Saves that follow count as descendants of the checkpoint restored.
+
+        Args:
+            strict: every leaf of `into` must be in the checkpoint and the other way round.
+            only: patterns of FQNs (`"model/*"`) to restore; the rest stays untouched.
+            cast: permit another floating dtype than the stored one.
+
+        Raises:
+            NotCommittedError: `step` is not committed.
+            MismatchError: leaves are missing, unexpected, or differ in shape or dtype; it lists all of them, nothing was
+                touched.
+            IntegrityError, FormatError: stored bytes are not what was written.
+            StoreError: the store cannot be read. Never taken for "no checkpoint".
+        """
+        log = self._read_log()
+        if step is None and not log.checkpoints and not log.damaged:
+            return None
+        commit = log.find(step)
+        checkpoint = restore.open_checkpoint(self._store, commit)
+        restore.restore_into(
+            self._store,
+            checkpoint,
+            into,
+            strict=strict,
+            only=only,
+            cast=cast,
+            pickle=self.options.pickle,
+            progress=progress,
+        )
+        self._parent, self._step, self._rebase = commit.seq, commit.step, True
+        return commit.step
+
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        only: str | list[str] | None = None,
+        progress: Progress = ignore,
+    ) -> Any:
+        """The nested state of the newest checkpoint, or of `step`'s, as new tensors on `device`. Blocks.
+
+        Tensors that were tied are tied again. Raises as `restore` does; NotCommittedError when there is no checkpoint.
+        """
+        commit = self._read_log().find(step)
+        checkpoint = restore.open_checkpoint(self._store, commit)
+        return restore.load(
+            self._store, checkpoint, device=device, only=only, pickle=self.options.pickle, progress=progress
+        )
+
+    def open(self, step: int | None = None) -> Mapping[str, Any]:
+        """A lazy, read-only mapping from FQN to value or tensor; a tensor's slice fetches only the chunks it needs."""
+        commit = self._read_log().find(step)
+        return restore.lazy(self._store, restore.open_checkpoint(self._store, commit))
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkError(
+                "this Checkpointer was made before os.fork(); its uploader belongs to the parent process: "
+                "make a new Checkpointer in the child"
+            )
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise UsageError("this Checkpointer is closed: make a new one")
+
+    def _raise_failure(self) -> None:
+        failed = [h for h in self._failed if not h.reported]
+        self._failed.clear()
+        if not failed:
+            return
+        for handle in failed:
+            handle.reported = True
+        error = failed[0].exception()
+        assert error is not None
+        for handle in failed[1:]:
+            error.add_note(f"also: {handle.exception()}")
+        raise error
+
+    def _check_step(self, step: int, overwrite: bool) -> None:
+        if type(step) is not int or not 0 <= step <= limits.MAX_STEP:
+            raise UsageError(f"step must be an int in [0, {limits.MAX_STEP}], not {step!r}")
+        with self._lock:
+            known = [f.handle.step for f in self._flights.values()]
+        newest = max([*known, -1 if self._step is None else self._step])
+        if step <= newest and not overwrite:
+            raise StepOrderError(
+                f"step {step} comes not after step {newest}, which is already saved here; pass overwrite=True to save it "
+                "all the same (the older checkpoint is kept)",
+                step=step,
+                newest=newest,
+            )
+
+    def _acquire(self, count: int, stats: SaveStats) -> list[int]:
+        arena, allowed = self._arena, self.options.arena_bytes
+        wanted = count
+        if allowed is not None and (arena.used + count) * arena.slab_bytes <= allowed:
+            wanted = arena.used + count
+        arena.reserve(wanted)
+        arena.wait_resident()
+        began_s = time.perf_counter()
+        slabs = arena.acquire(count, 0)
+        if slabs is None:
+            with self._lock:
+                steps = ", ".join(str(f.handle.step) for f in self._flights.values())
+            if self.options.on_busy == "raise":
+                raise BusyError(f"the save of step {steps} still holds the snapshot memory", steps=steps)
+            slabs = arena.acquire(count, None)
+            assert slabs is not None
+            stats.wait_s = time.perf_counter() - began_s
+            logger.warning("save waited %.2f s for the upload of step %s", stats.wait_s, steps)
+        return slabs
+
+    def _send(
+        self,
+        step: int,
+        leaves: list[Leaf],
+        slabs: list[int],
+        tree: bytes,
+        meta: bytes,
+        stats: SaveStats,
+        on_commit: Callable[[int], None] | None,
+    ) -> SaveHandle:
+        agent = self._ensure_agent()
+        self._saves += 1
+        number = self._saves
+        handle = SaveHandle(step, stats)
+        with self._lock:
+            self._flights[number] = _Flight(handle, slabs, keys.attempt(step, self.session, number), on_commit)
+            parent, rebase, self._rebase = self._parent, self._rebase, False
+        message: Message = {
+            "type": "save",
+            "save": number,
+            "step": step,
+            "attempt": number,
+            "slabs": slabs,
+            "leaves": [
+                [
+                    values.pack(leaf.path),
+                    leaf.dtype,
+                    list(leaf.shape),
+                    [0] * len(leaf.shape),
+                    list(leaf.shape),
+                    leaf.nbytes,
+                ]
+                for leaf in leaves
+            ],
+            "itemsizes": [leaf.itemsize for leaf in leaves],
+            "tree": tree,
+            "meta": meta,
+            "parent": parent,
+            "rebase": rebase,
+        }
+        try:
+            agent.send(message)
+        except AgentError as err:
+            with self._lock:
+                self._flights.pop(number, None)
+            raise AgentError(f"step {step} was not saved: {err.message}", step=step) from err
+        return handle
+
+    def _ensure_agent(self) -> AgentClient:
+        if self._agent is None:
+            self._meet_predecessor()
+            hello: Message = {
+                "type": "hello",
+                "url": self.url,
+                "store": self._store_options.to_wire(),
+                "options": self.options.to_wire(),
+                "session": self.session,
+                "rank": 0,
+                "world_size": 1,
+                "pid": os.getpid(),
+            }
+            self._rebase = True
+            self._agent = AgentClient(
+                self.options.uploader, hello, on_message=self._on_message, on_end=self._on_agent_end
+            )
+            self._agent.send({"type": "arena", "slab_bytes": self._arena.slab_bytes}, self._arena.fd)
+        return self._agent
+
+    def _on_message(self, message: Message) -> None:
+        if message["type"] == "ready":
+            return
+        with self._lock:
+            if message["type"] == "progress":
+                if message["save"] in self._flights:
+                    self._flights[message["save"]].handle.stats.sent_bytes = message["sent_bytes"]
+                return
+            flight = self._flights.get(message["save"])
+        if flight is None:
+            return
+        if message["type"] == "committed":
+            stats = flight.handle.stats
+            stats.sent_bytes = stats.stored_bytes = message["stored_bytes"]
+            stats.upload_s, stats.commit_s = message["upload_s"], message["commit_s"]
+            stats.agent_cpu_s = message["agent_cpu_s"]
+            self._settle(message["save"], flight, seq=message["seq"])
+        else:
+            self._settle(message["save"], flight, error=from_wire(message["error"]))
+
+    def _settle(
+        self, number: int, flight: _Flight, *, seq: int | None = None, error: ObjckptError | None = None
+    ) -> None:
+        with self._lock:
+            self._flights.pop(number, None)
+            if error is not None:
+                self._failed.append(flight.handle)
+            else:
+                if not self._rebase:
+                    self._parent = seq
+                    self._step = flight.handle.step
+        self._arena.release(flight.slabs)
+        if error is not None:
+            logger.error("%s", error)
+        flight.handle._settle(seq=seq, error=error)
+        if error is None and flight.on_commit is not None:
+            try:
+                flight.on_commit(flight.handle.step)
+            except Exception:
+                logger.exception("on_commit of step %d raised", flight.handle.step)
+
+    def _on_agent_end(self, why: str) -> None:
+        """In the agent client's thread: whatever is in flight has failed, unless its commit record is there."""
+        self._agent = None
+        with self._lock:
+            self._rebase = True
+            flights = dict(self._flights)
+        if not flights:
+            return
+        committed = self._committed_attempts()
+        for number, flight in flights.items():
+            step, record = flight.handle.step, committed.get(flight.attempt)
+            if record is not None:
+                self._parent, self._step = record.seq, step
+                self._settle(number, flight, seq=record.seq)
+                continue
+            self._settle(
+                number,
+                flight,
+                error=AgentError(
+                    f"step {step} was not committed to {self.url}: {why}; the next save starts a new one", step=step
+                ),
+            )
+
+    def _committed_attempts(self) -> dict[str, Commit]:
+        options = replace(self._store_options, retry_deadline_s=_LOOK_AFTER_DEATH_S)
+        store = open_store(self.url, options)
+        try:
+            return {c.attempt: c for c in read_log(store, self._log).checkpoints}
+        except ObjckptError:
+            return {}
+        finally:
+            store.close()
+
+    def _settle_all(self, timeout: float | None) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            handles = [f.handle for f in self._flights.values()]
+        for handle in handles:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if not handle._settled.wait(left):
+                raise WaitTimeout(
+                    f"not finished: step {handle.step} is still being uploaded to {self.url} after {timeout} s",
+                    step=handle.step,
+                )
+
+    def _meet_predecessor(self) -> None:
+        if not self._met_predecessor:
+            wait_for_predecessor(self.url, 0, self.options.linger_s)
+            self._met_predecessor = True
+
+    def _read_log(self) -> Log:
+        self._check_usable()
+        self._meet_predecessor()
+        self._log = read_log(self._store, self._log)
+        return self._log
+
+
+def _ulid() -> str:
+    """A ULID (github.com/ulid/spec): 48 bits of milliseconds, 80 random bits, in Crockford's base 32."""
+    number = int(time.time() * 1000) << 80 | secrets.randbits(80)
+    return "".join("0123456789ABCDEFGHJKMNPQRSTVWXYZ"[number >> shift & 31] for shift in range(125, -5, -5))
+
+
+def _at_exit() -> None:
+    """The interpreter ends with open Checkpointers: settle their saves. A lost checkpoint ends the process with status 1."""
+    lost = False
+    for ckpt in list(_open):
+        if ckpt._pid != os.getpid():
+            continue
+        try:
+            ckpt.close()
+        except ObjckptError as err:
+            lost = True
+            print(f"objckpt: {err}", file=sys.stderr)
+    if lost:  # an exception raised here would leave the exit status 0
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _after_fork() -> None:
+    for ckpt in list(_open):
+        if ckpt._agent is not None:
+            ckpt._agent.abandon()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)

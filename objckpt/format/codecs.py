@@ -1,0 +1,2 @@
+"""stub, to be replaced by helper STATE"""
+def encode(*a): return None

@@ -1,0 +1,105 @@
+"""The index round-trips, and every relation between its fields is checked on reading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objckpt.errors import FormatError
+from objckpt.format import keys, values, wire
+from objckpt.format.index import ChunkTable, Index, ShardEntry
+
+ATTEMPT = keys.attempt(7, "0" * 26, 1)
+
+
+def make(**changes: object) -> Index:
+    shard = ShardEntry(("model", "w"), "float32", (4, 4), (0, 0), (4, 4), b"d" * 16, 0, 2)
+    index = Index(
+        step=7,
+        attempt=ATTEMPT,
+        rank=0,
+        world_size=1,
+        packs=[(keys.pack(ATTEMPT, 0, 0), 64)],
+        shards=[shard, replace(shard, path=("e",), shape=(0, 4), first_chunk=2, chunk_count=0)],
+        chunks=ChunkTable.from_rows([(0, 0, 32, 32, 0, 1), (0, 32, 32, 32, 0, 2**64 - 1)]),
+        codecs=["raw", "zstd"],
+        tree=values.pack({}),
+    )
+    for name, value in changes.items():
+        setattr(index, name, value)
+    return index
+
+
+def test_round_trip() -> None:
+    index = make()
+    back = Index.decode(index.encode())
+    assert back.shards == index.shards and back.packs == index.packs and back.tree == index.tree
+    assert back.chunks.encode() == index.chunks.encode()
+    assert back.shards[0].fqn == "model/w" and back.shards[0].nbytes == 64
+
+
+def shard(**changes: object) -> Index:
+    return make(shards=[replace(make().shards[0], **changes)])
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (shard(shape=(4, 3)), "chunks hold 64 bytes"),
+        (shard(shape=(5, 4)), "leaves the global shape"),
+        (shard(offset=(1, 0)), "leaves the global shape"),
+        (shard(shape=(2**40, 2**40), global_shape=(2**40, 2**40)), "chunks hold"),
+        (shard(shape=(-4, -4)), "negative"),
+        (shard(dtype="float99"), "unknown dtype"),
+        (shard(digest=b"short"), "malformed shard"),
+        (shard(chunk_count=3), "chunks are missing"),
+        (shard(path=()), "no path"),
+        (shard(path=("x" * 5000,)), "malformed shard"),
+        (make(packs=[("../../etc/passwd", 64)]), "pack list"),
+        (make(packs=[(keys.pack(ATTEMPT, 0, 0), 63)]), "beyond its pack"),
+        (make(packs=[]), "unknown pack"),
+        (make(codecs=[]), "unknown codec"),
+        (make(rank=1), "rank"),
+        (make(attempt="x"), "attempt"),
+        (make(shards=[make().shards[0]] * 2), "twice"),
+    ],
+)
+def test_what_does_not_hold_together_is_refused(index: Index, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        Index.decode(index.encode())
+
+
+def test_versions_and_trailing_bytes() -> None:
+    data = make().encode()
+    with pytest.raises(FormatError, match="version 2"):
+        Index.decode(data[:8] + b"\0\2" + data[10:])
+    for bad in (data + b"\0", data[:-1], b"PK" + data[2:], data[:9], b""):
+        with pytest.raises(FormatError):
+            Index.decode(bad)
+
+
+@given(st.data())
+def test_a_flipped_byte_is_never_another_exception(data: st.DataObject) -> None:
+    good = bytearray(make().encode())
+    at = data.draw(st.integers(0, len(good) - 1))
+    good[at] ^= data.draw(st.integers(1, 255))
+    try:
+        Index.decode(bytes(good))
+    except FormatError:
+        pass
+
+
+def test_offsets_do_not_wrap() -> None:
+    chunks = ChunkTable.from_rows([(0, 2**64 - 16, 64, 64, 0, 1)])
+    with pytest.raises(FormatError):
+        Index.decode(make(chunks=chunks, shards=[]).encode())
+    assert (np.array([2**64 - 16], np.uint64) + np.uint64(64))[0] == 48  # the sum alone would have passed
+
+
+def test_unknown_fields_are_ignored() -> None:
+    body = wire.unseal(wire.MAGIC_INDEX, 1, make().encode(), "x") | {"later": 1}
+    assert Index.decode(wire.seal(wire.MAGIC_INDEX, 1, body)).step == 7

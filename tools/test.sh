@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Sets up the environment, checks the code and runs every test; arguments go to pytest (`bash tools/test.sh -k log`).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash tools/env.sh
+bash tools/check.sh
+exec .venv/bin/python -m pytest "$@"
