@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +32,22 @@ class Box:
         """The same box in coordinates whose zero is `origin.offset`."""
         return Box(tuple(a - b for a, b in zip(self.offset, origin.offset, strict=True)), self.shape)
 
-    def runs(self, within: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Maximal row-major runs `(start, length)`, in elements, of this box inside an array of shape `within`."""
-        if self.elements == 0:
-            return
-        tail = len(within)  # dimensions [tail:] are taken whole
-        while tail > 0 and self.shape[tail - 1] == within[tail - 1]:
-            tail -= 1
-        inner = math.prod(within[tail:])
-        if tail == 0:
-            yield 0, inner
-            return
-        length = self.shape[tail - 1] * inner
-        strides = [math.prod(within[d + 1 :]) for d in range(len(within))]
-        base = sum(o * s for o, s in zip(self.offset, strides, strict=True))
-        outer = self.shape[: tail - 1]
-        index = [0] * len(outer)
-        while True:
-            yield base + sum(i * s for i, s in zip(index, strides, strict=False)), length
-            for d in reversed(range(len(outer))):
-                index[d] += 1
-                if index[d] < outer[d]:
-                    break
-                index[d] = 0
-            else:
-                return
+
+def run_starts(box: Box, within: tuple[int, ...]) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], int]:
+    """The maximal row-major runs of a non-empty `box` inside an array of shape `within`: first elements, ascending, and
+    the length that all of them have."""
+    tail = len(within)  # dimensions [tail:] are taken whole
+    while tail > 0 and box.shape[tail - 1] == within[tail - 1]:
+        tail -= 1
+    inner = math.prod(within[tail:])
+    if tail == 0:
+        return np.zeros(1, np.int64), inner
+    starts = np.zeros(1, np.int64)
+    for d in range(tail):
+        stride = math.prod(within[d + 1 :])
+        steps = np.arange(box.shape[d] if d < tail - 1 else 1, dtype=np.int64) + box.offset[d]
+        starts = np.add.outer(starts, steps * stride).reshape(-1)
+    return starts, box.shape[tail - 1] * inner
 
 
 def whole(shape: tuple[int, ...]) -> Box:

@@ -1,4 +1,4 @@
-"""The ways of saving and loading that the benchmarks compare: objckpt and its peers, each as its documentation shows it.
+"""What the benchmarks compare: objckpt, and its peers as their documentation shows them.
 
 Every contender saves to, and loads from, `url` at `endpoint` (path style, http), and runs in a process of its own.
 """
@@ -6,40 +6,39 @@ Every contender saves to, and loads from, `url` at `endpoint` (path style, http)
 from __future__ import annotations
 
 import io
+import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import measure
+import numpy as np
 import torch
 
 State = dict[str, dict[str, torch.Tensor]]
 MiB = 1 << 20
 
 
-def make_state(nbytes: int, *, zeros: bool = False) -> State:
-    """fp32 weights and both Adam moments of transformer blocks (16 and 64 MiB matrices, 8 KiB vectors), `nbytes` in all."""
+def make_state(nbytes: int) -> State:
+    """fp32 weights and Adam moments of transformer blocks: matrices of 16 and 64 MiB, vectors; `nbytes` in all."""
     shapes = [(2048, 2048), (2048, 2048), (8192, 2048), (2048, 8192), (2048,), (2048,)]
     state: State = {"weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
     pattern = torch.rand(1 << 20, generator=torch.Generator().manual_seed(0))
     left, n = nbytes // 4, 0
     while left > 0:
-        shape = shapes[n % len(shapes)]
         for part in state.values():
-            count = min(left, torch.Size(shape).numel())
-            if count > 0:
-                tensor = torch.zeros(count)
-                if not zeros:
-                    for at in range(0, count, len(pattern)):
-                        tensor[at : at + len(pattern)] = pattern[: count - at] + n
-                part[f"block{n // len(shapes)}.{n % len(shapes)}"] = tensor.view(
-                    shape if count == torch.Size(shape).numel() else (count,)
+            shape = shapes[n % len(shapes)]
+            if left < math.prod(shape):
+                shape = (left,)  # the rest
+            if left > 0:
+                repeats = -(-math.prod(shape) // len(pattern))
+                part[f"block{n // len(shapes)}.{n % len(shapes)}"] = (
+                    (pattern + n).repeat(repeats)[: math.prod(shape)].clone().view(shape)
                 )
-                left -= count
+                left -= math.prod(shape)
         n += 1
     return state
 
@@ -49,15 +48,29 @@ def tensors(state: State) -> Iterator[torch.Tensor]:
         yield from part.values()
 
 
+def memcpy_s(state: State, repeats: int = 3) -> float:
+    """Seconds of a plain copy of the state into touched memory by one thread (median): what blocking is measured by."""
+    target = np.empty(sum(t.nbytes for t in tensors(state)), np.uint8)
+    target.fill(1)
+
+    def copy() -> None:
+        at = 0
+        for tensor in tensors(state):
+            np.copyto(target[at : at + tensor.nbytes], tensor.view(-1).view(torch.uint8).numpy())
+            at += tensor.nbytes
+
+    return measure.median([measure.timed(copy) for _ in range(repeats)])
+
+
 @dataclass(frozen=True)
 class Saved:
-    """One save: how long it kept training, how long until all was in the store, and the CPU seconds of both processes."""
+    """One save: how long it kept training, how long until all was stored, and the CPU seconds of both processes."""
 
     blocked_s: float
     total_s: float
     trainer_cpu_s: float
     agent_cpu_s: float = 0.0
-    upload_s: float | None = None  # of total_s, where the contender tells
+    upload_s: float | None = None  # of total_s, where it is told
 
 
 class Contender(Protocol):

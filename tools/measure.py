@@ -107,14 +107,6 @@ def watch_memory(pids: Callable[[], list[int]], every_s: float = 0.1) -> Iterato
         sample()
 
 
-def memcpy_s(nbytes: int, repeats: int = 3) -> float:
-    """Seconds of a plain copy of `nbytes` between two touched buffers: the yardstick of blocked time (median)."""
-    import numpy as np
-
-    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    return median(timed(lambda: np.copyto(target, source)) for _ in range(repeats))
-
-
 def timed(action: Callable[[], object]) -> float:
     """Wall seconds of one call."""
     start = time.perf_counter()
@@ -122,7 +114,7 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def median(values: Iterator[float] | list[float]) -> float:
+def median(values: list[float]) -> float:
     return statistics.median(values)
 
 

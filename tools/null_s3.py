@@ -6,7 +6,7 @@
 
 The first line on standard output is the endpoint's URL. Path style, any bucket, no credentials, no TLS. Bodies below
 1 MiB (records, indexes) are always kept. Knows what a checkpoint engine asks for: PUT (also `If-None-Match: *`), ranged
-GET, HEAD, DELETE, copies, DeleteObjects, ListObjectsV2, multipart with its listings. For measuring only: it checks nothing.
+GET, HEAD, DELETE, copies, DeleteObjects, ListObjectsV2, multipart and its listings. It checks nothing.
 """
 
 from __future__ import annotations

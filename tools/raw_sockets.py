@@ -9,6 +9,7 @@ the work. Requests are signed in advance by presigned URLs, so that the figures 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import socket
 import threading
@@ -74,6 +75,16 @@ def get(endpoint: str, bucket: str, pieces: Sequence[memoryview], connections: i
         _answer(sock, pieces[n])
 
     return _timed(endpoint, one, sum(map(len, pieces)), len(pieces), connections)
+
+
+def touched(nbytes: int) -> memoryview:
+    """A buffer of its own pages. Fresh zeros would all be one page of the kernel's, and a cache would send them."""
+    buffer = bytearray(nbytes)
+    view = memoryview(buffer)
+    block = os.urandom(MiB)
+    for at in range(0, nbytes, MiB):
+        view[at : at + MiB] = block[: nbytes - at]
+    return view
 
 
 def cut(buffer: memoryview, piece_bytes: int = 16 * MiB) -> list[memoryview]:
@@ -165,8 +176,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    buffer = bytearray(int(args.gib * (1 << 30)))  # touched by its zeros
-    pieces = cut(memoryview(buffer), args.piece_mib * MiB)
+    pieces = cut(touched(int(args.gib * (1 << 30))), args.piece_mib * MiB)
     for _ in range(args.repeats):
         for verb, move in (("PUT", put), ("GET", get)):
             moved = move(args.endpoint, args.bucket, pieces, args.connections)

@@ -120,14 +120,15 @@ Script = Callable[[Request], "Reply | Reset | Hang"]
 class StubServer:
     """Serves `script` until `close()`; `requests` lists what was asked, in order."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, port: int = 0) -> None:
         self.script = script
+        self.connections_made = 0
         self.requests: list[Request] = []
         self.in_flight = 0
         self.most_in_flight = 0
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=64)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._connections: set[socket.socket] = set()
@@ -171,6 +172,7 @@ class StubServer:
                 return
             with self._lock:
                 self._connections.add(connection)
+                self.connections_made += 1
             self._start(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:

@@ -5,6 +5,7 @@ import io
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from objckpt.store.body import UploadBody
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from objckpt.errors import UsageError
 from objckpt.store import Location, mask_url, parse_url
 from objckpt.store.location import without_userinfo

@@ -1,0 +1,1 @@
+"""The command line. Only here are environment variables of objckpt read."""

@@ -1,0 +1,182 @@
+"""From a commit record to the indexes: read, checked against the record, and against each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from objckpt.errors import FormatError, IntegrityError, NotFoundError
+from objckpt.format import checksums, keys, values
+from objckpt.format.dtypes import ITEMSIZE
+from objckpt.format.index import Index, ShardEntry
+from objckpt.format.records import Commit
+from objckpt.geometry import Box
+from objckpt.store import Store
+
+_READERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard:
+    """A shard and the index that lists it."""
+
+    index: Index
+    entry: ShardEntry
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the checkpoint: its shards tile the global shape exactly."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[StoredShard, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return self.shards[0].entry.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint, opened: everything but the tensors' bytes."""
+
+    commit: Commit
+    indexes: list[Index]
+    tree: Any  # neutral, see format/values
+    tensors: dict[str, StoredTensor]
+
+    def describe(self, leaf: values.TensorLeaf) -> tuple[str, tuple[int, ...]]:
+        """dtype name and shape of a leaf of the tree."""
+        if leaf.view is not None:
+            return leaf.view.dtype, leaf.view.shape
+        stored = self.tensors[leaf.fqn]
+        return stored.dtype, stored.shape
+
+
+def open_checkpoint(store: Store, commit: Commit) -> Checkpoint:
+    """Read all indexes of a checkpoint, in parallel. Blocks; torch-free.
+
+    Raises:
+        IntegrityError: an index is missing or is not the one that was committed.
+        FormatError: an index does not hold together, or the shards do not tile their tensors.
+    """
+    with ThreadPoolExecutor(min(_READERS, commit.world_size), "objckpt-index") as pool:
+        indexes = list(pool.map(lambda rank: _read_index(store, commit, rank), range(commit.world_size)))
+    packed = next((i.tree for i in indexes if i.tree is not None), None)
+    if packed is None:
+        raise FormatError(f"{commit.index_key(0)}: the tree is missing", key=commit.index_key(0))
+    tree = values.unpack(packed, commit.index_key(0))
+    if not isinstance(tree, dict):
+        raise FormatError(f"{commit.index_key(0)}: the tree is no mapping", key=commit.index_key(0))
+    by_name: dict[str, list[StoredShard]] = {}
+    for index in indexes:
+        for entry in index.shards:
+            by_name.setdefault(entry.fqn, []).append(StoredShard(index, entry))
+    tensors = {fqn: _tensor(fqn, shards, commit) for fqn, shards in by_name.items()}
+    checkpoint = Checkpoint(commit, indexes, tree, tensors)
+    _check_leaves(checkpoint, tree)
+    return checkpoint
+
+
+def _read_index(store: Store, commit: Commit, rank: int) -> Index:
+    digest, size = commit.ranks[rank]
+    key = commit.index_key(rank)
+    try:
+        data = store.get(key, max_bytes=size)
+    except NotFoundError as err:
+        raise IntegrityError(
+            f"step {commit.step}: its index {key} is missing from {store.url}; was the checkpoint removed meanwhile?",
+            key=key,
+            step=commit.step,
+        ) from err
+    if len(data) != size or checksums.digest_hex(data) != digest:
+        raise IntegrityError(
+            f"{key}: its bytes are not those that were committed (expected {size} bytes with SHA-256 {digest}…, "
+            f"found {len(data)})",
+            key=key,
+            step=commit.step,
+        )
+    index = Index.decode(data, key)
+    if (index.step, index.attempt, index.rank, index.world_size) != (
+        commit.step,
+        commit.attempt,
+        rank,
+        commit.world_size,
+    ):
+        raise FormatError(f"{key}: it belongs to another checkpoint or rank", key=key)
+    own, foreign = keys.attempt_prefix(commit.attempt), set(commit.foreign_packs)
+    for pack, _ in index.packs:
+        if not pack.startswith(own) and pack not in foreign:
+            raise FormatError(f"{key}: it refers to {pack}, which the commit record does not name", key=key)
+    return index
+
+
+def _tensor(fqn: str, shards: Sequence[StoredShard], commit: Commit) -> StoredTensor:
+    first = shards[0].entry
+    distinct: dict[Any, StoredShard] = {}
+    for shard in shards:
+        entry = shard.entry
+        if (entry.dtype, entry.global_shape) != (first.dtype, first.global_shape):
+            raise FormatError(f"step {commit.step}: {fqn}: ranks disagree on its dtype or shape", fqn=fqn)
+        other = distinct.setdefault(entry.box, shard)
+        if other.entry.digest != entry.digest:
+            raise FormatError(
+                f"step {commit.step}: {fqn}: ranks {other.index.rank} and {shard.index.rank} hold different bytes",
+                fqn=fqn,
+            )
+    _check_tiling([box for box in distinct if box.elements], first.global_shape, f"step {commit.step}: {fqn}", fqn)
+    return StoredTensor(fqn, first.dtype, first.global_shape, tuple(distinct.values()))
+
+
+def _check_tiling(boxes: list[Box], shape: tuple[int, ...], what: str, fqn: str) -> None:
+    """Boxes inside a shape tile it when they do not overlap and have as many elements. FormatError otherwise."""
+    if sum(box.elements for box in boxes) != math.prod(shape):
+        raise FormatError(f"{what}: its shards do not tile its shape {shape}", fqn=fqn)
+    if len(boxes) < 2:
+        return
+    # A sweep along the dimension that separates the boxes best: only neighbours need to be compared.
+    d = max(range(len(shape)), key=lambda d: len({box.offset[d] for box in boxes}))
+    boxes = sorted(boxes, key=lambda box: box.offset[d])
+    for i, box in enumerate(boxes):
+        for other in boxes[i + 1 :]:
+            if other.offset[d] >= box.offset[d] + box.shape[d]:
+                break
+            if box.intersect(other) is not None:
+                raise FormatError(f"{what}: its shards overlap", fqn=fqn)
+
+
+def _check_leaves(checkpoint: Checkpoint, tree: Any) -> None:
+    """Every tensor leaf of the tree must be stored, and every view lie inside its tensor."""
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            stack.extend(node.values())
+        elif type(node) in (list, tuple):
+            stack.extend(node)
+        elif type(node) is values.TensorLeaf:
+            stored = checkpoint.tensors.get(node.fqn)
+            if stored is None:
+                raise FormatError(
+                    f"step {checkpoint.commit.step}: {node.fqn} is in the tree but not stored", fqn=node.fqn
+                )
+            view = node.view
+            if view is not None and (view_end(view) > stored.nbytes or view.byte_offset % ITEMSIZE[view.dtype]):
+                raise FormatError(f"step {checkpoint.commit.step}: a view leaves {node.fqn}", fqn=node.fqn)
+
+
+def view_end(view: values.ViewSpec) -> int:
+    """The byte after the last one that a view touches."""
+    if 0 in view.shape:
+        return view.byte_offset
+    last = sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True))
+    return view.byte_offset + (last + 1) * ITEMSIZE[view.dtype]

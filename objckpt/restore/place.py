@@ -1,0 +1,290 @@
+"""The last stage: a checkpoint's bytes into tensors. The only torch of a restore.
+
+A stored part goes straight into the target's memory where that is contiguous host memory of the stored dtype. All else
+(device, strided, cast, a shard across the target's rows) passes pieces of bounded size through scratch memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from objckpt.errors import UsageError
+from objckpt.events import Progress
+from objckpt.format.values import TensorLeaf, ViewSpec
+from objckpt.geometry import Box, whole
+from objckpt.restore.fetch import fetch
+from objckpt.restore.open import Checkpoint, StoredShard, StoredTensor
+from objckpt.restore.plan import ChunkRead, Region, Runs, box_runs, chunks_for, coalesce, overlaps, split
+from objckpt.state.dtypes import as_bits, as_bytes, dtype_of
+from objckpt.store import Store
+
+PIECE_BYTES = 32 * 1024 * 1024  # scratch of one piece that is placed in one copy
+Path = tuple[Any, ...]
+
+
+def read(
+    store: Store,
+    checkpoint: Checkpoint,
+    stored: StoredTensor,
+    parts: list[tuple[StoredShard, Runs | None, torch.Tensor]],
+) -> None:
+    """Fetch parts of shards into new contiguous CPU tensors of their size. Blocks."""
+    chunks: list[ChunkRead] = []
+    for shard, runs, tensor in parts:
+        chunks += chunks_for(shard, runs, Region(stored.fqn, _memory(tensor)))
+    fetch(store, coalesce(chunks), what=f"step {checkpoint.commit.step}", stage="read")
+
+
+def new(stored: StoredTensor, shape: list[int]) -> torch.Tensor:
+    """An uninitialised CPU tensor of the stored dtype."""
+    return torch.empty(shape, dtype=dtype_of(stored.dtype, stored.fqn))
+
+
+def raw(nbytes: int) -> torch.Tensor:
+    """Uninitialised bytes, aligned for every dtype."""
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def put(out: torch.Tensor, spot: tuple[slice, ...], part: torch.Tensor) -> None:
+    """Copy `part` to a place in `out`, bit by bit."""
+    _copy(out[spot], part)
+
+
+def flip(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """`tensor` turned around in `dims`, whatever its dtype."""
+    return as_bits(tensor).flip(dims).view(tensor.dtype) if dims else tensor
+
+
+# ---- new tensors ---------------------------------------------------------------------------------------------------
+
+
+class NewTensors:
+    """Makes one tensor for each stored one that is asked for, and gives out it or views of it."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        self.checkpoint, self.device = checkpoint, device
+        self.stored: dict[str, torch.Tensor] = {}
+        self.views: dict[tuple[str, ViewSpec], torch.Tensor] = {}
+
+    def tensor_of(self, path: Path, leaf: TensorLeaf) -> Any:
+        """For `to_python`: equal leaves are one tensor."""
+        base = self.stored.get(leaf.fqn)
+        if base is None:
+            stored = self.checkpoint.tensors[leaf.fqn]
+            place = torch.device("cpu") if leaf.numpy and self.device.type != "meta" else self.device
+            base = torch.empty(stored.shape, dtype=dtype_of(stored.dtype, leaf.fqn), device=place)
+            self.stored[leaf.fqn] = base
+        tensor = base
+        if leaf.view is not None:
+            key = (leaf.fqn, leaf.view)
+            if key not in self.views:
+                self.views[key] = view_of(base, leaf.view, leaf.fqn)
+            tensor = self.views[key]
+        return tensor.numpy() if leaf.numpy and self.device.type != "meta" else tensor
+
+
+def view_of(base: torch.Tensor, view: ViewSpec, fqn: str) -> torch.Tensor:
+    """The window `view` of a contiguous tensor that starts at its storage's first byte; shares its memory."""
+    dtype = dtype_of(view.dtype, fqn)
+    if base.device.type == "meta":
+        return torch.empty_strided(view.shape, view.stride, dtype=dtype, device="meta")
+    empty = torch.empty(0, dtype=dtype, device=base.device)
+    return empty.set_(base.untyped_storage(), view.byte_offset // dtype.itemsize, view.shape, view.stride)
+
+
+# ---- filling -------------------------------------------------------------------------------------------------------
+
+
+class Filler:
+    """Collects targets, plans, fetches, and copies what is left."""
+
+    def __init__(self, store: Store, checkpoint: Checkpoint, progress: Progress) -> None:
+        self.store, self.checkpoint, self.progress = store, checkpoint, progress
+        self.targets: dict[str, list[torch.Tensor]] = {}
+        self.views: list[tuple[TensorLeaf, torch.Tensor]] = []
+        self.late: list[tuple[torch.Tensor, torch.Tensor]] = []  # target, source: copied when all else is done
+        self.windows: dict[Any, str] = {}
+        self.placer = _Placer()
+
+    def add_leaf(self, leaf: TensorLeaf, target: torch.Tensor) -> None:
+        """Fill `target` with a leaf of the tree."""
+        if leaf.view is not None:
+            self.views.append((leaf, target))
+        else:
+            self.add(self.checkpoint.tensors[leaf.fqn], target)
+
+    def add(self, stored: StoredTensor, target: torch.Tensor) -> None:
+        """Fill `target`, which has the shape of `stored`. A window of memory that is filled already is left alone."""
+        if target.numel():
+            window = window_of(target)
+            if window in self.windows:
+                return
+            self.windows[window] = stored.fqn
+        self.targets.setdefault(stored.fqn, []).append(target)
+
+    def run(self) -> None:
+        """Blocks until every target is full."""
+        sources = {leaf.fqn: self._source(leaf.fqn) for leaf, _ in self.views}
+        meeting = _meeting([target for targets in self.targets.values() for target in targets])
+        chunks: list[ChunkRead] = []
+        for fqn, targets in self.targets.items():
+            stored = self.checkpoint.tensors[fqn]
+            for target in targets:
+                if id(target) in meeting:
+                    # Two threads must not write the same memory: such targets are filled in turn, at the end.
+                    aside = torch.empty(stored.shape, dtype=dtype_of(stored.dtype, fqn))
+                    self.late.append((target, aside))
+                    target = aside
+                chunks += self._chunks(stored, target)
+        self.placer.begin({t.device for targets in self.targets.values() for t in targets})
+        fetch(self.store, coalesce(chunks), what=f"step {self.checkpoint.commit.step}", progress=self.progress)
+        for leaf, target in self.views:
+            assert leaf.view is not None
+            self.late.append((target, view_of(sources[leaf.fqn], leaf.view, leaf.fqn)))
+        for target, source in self.late:
+            _copy(target, source)
+        for targets in self.targets.values():
+            for target in targets:
+                if not target.is_inference():
+                    torch.autograd.graph.increment_version(target)  # written behind autograd's back
+
+    def _source(self, fqn: str) -> torch.Tensor:
+        """A tensor of exactly the stored bytes from which views are copied: a target, or one made for it."""
+        stored = self.checkpoint.tensors[fqn]
+        dtype = dtype_of(stored.dtype, fqn)
+        for target in self.targets.get(fqn, []):
+            if (
+                target.dtype == dtype
+                and target.is_contiguous()
+                and target.storage_offset() == 0
+                and not _lazy_bits(target)
+            ):
+                return target
+        base = torch.empty(stored.shape, dtype=dtype)
+        self.targets.setdefault(fqn, []).append(base)
+        return base
+
+    def _chunks(self, stored: StoredTensor, target: torch.Tensor) -> list[ChunkRead]:
+        chunks: list[ChunkRead] = []
+        dtype = dtype_of(stored.dtype, stored.fqn)
+        for shard, part in overlaps(stored, whole(stored.shape)):
+            into = _part(target, part)
+            plain = into.device.type == "cpu" and into.dtype == dtype and not _lazy_bits(into)
+            if plain and into.is_contiguous():
+                chunks += chunks_for(shard, box_runs(shard, part), Region(stored.fqn, _memory(into)))
+                continue
+            for piece in split(part, stored.itemsize, PIECE_BYTES):
+                region = _Piece(stored.fqn, _part(target, piece), dtype, self.placer)
+                chunks += chunks_for(shard, box_runs(shard, piece), region)
+        return chunks
+
+
+class _Piece(Region):
+    """Scratch memory for a part of a target, copied there when it is full."""
+
+    def __init__(self, fqn: str, target: torch.Tensor, dtype: torch.dtype, placer: _Placer) -> None:
+        super().__init__(fqn, None)
+        self.target, self.dtype, self.placer = target, dtype, placer
+        self.scratch_bytes = target.numel() * dtype.itemsize
+        self.scratch: torch.Tensor | None = None
+
+    def open(self) -> memoryview:
+        if self.memory is None:
+            pinned = self.target.device.type == "cuda"
+            self.scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self.memory = self.scratch.numpy().data
+        return self.memory
+
+    def close(self) -> None:
+        assert self.scratch is not None
+        self.placer.place(self.target, self.scratch.view(self.dtype).view(self.target.shape))
+        self.scratch = self.memory = None
+
+
+class _Placer:
+    """Copies from scratch memory; to CUDA on a stream of each thread, after what the caller had queued."""
+
+    def __init__(self) -> None:
+        self.ready: dict[torch.device, Any] = {}
+        self.streams = threading.local()
+
+    def begin(self, devices: set[torch.device]) -> None:
+        """Called in the caller's thread: its kernels may still be writing to the targets."""
+        for device in devices:
+            if device.type == "cuda":
+                self.ready[device] = torch.cuda.current_stream(device).record_event()
+
+    def place(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Returns when the copy is done: the scratch memory is used again."""
+        if target.device not in self.ready:
+            _copy(target, source)
+            return
+        streams: dict[torch.device, Any] = self.streams.__dict__.setdefault("of", {})
+        stream = streams.get(target.device)
+        if stream is None:
+            stream = streams[target.device] = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
+            stream.wait_event(self.ready[target.device])
+        with torch.cuda.stream(stream):
+            _copy(target, source, non_blocking=True)
+        stream.synchronize()
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        if target.dtype == source.dtype and not _lazy_bits(target):
+            target, source = as_bits(target), as_bits(source)  # bit by bit, whatever the dtype: NaNs keep their payload
+        target.copy_(source, non_blocking=non_blocking)
+
+
+def _part(target: torch.Tensor, box: Box) -> torch.Tensor:
+    for d, (at, length) in enumerate(zip(box.offset, box.shape, strict=True)):
+        if length != target.shape[d]:
+            target = target.narrow(d, at, length)
+    return target
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor; no copy."""
+    return as_bytes(tensor.detach()).numpy().data
+
+
+def _lazy_bits(tensor: torch.Tensor) -> bool:
+    """Conjugate and negative views: their memory is not what they show."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def window_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), flags)
+
+
+def _meeting(targets: list[torch.Tensor]) -> set[int]:
+    """The ids of host targets whose memory meets that of another one, but for one of each group."""
+    extents = []
+    for target in targets:
+        if target.device.type == "cpu" and target.numel():
+            last = sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True))
+            extents.append((target.data_ptr(), target.data_ptr() + (last + 1) * target.dtype.itemsize, id(target)))
+    extents.sort()
+    out, end = set(), 0
+    for start, stop, number in extents:
+        if start < end:
+            out.add(number)
+        end = max(end, stop)
+    return out
+
+
+def device_of(device: Any) -> torch.device:
+    """The device a caller names; UsageError when it is none."""
+    if not isinstance(device, (str, torch.device)):
+        raise UsageError(
+            f"device must be a name or a torch.device, not {type(device).__name__}; tensors carry no device in a "
+            "checkpoint, so there is nothing to map from"
+        )
+    try:
+        return torch.device(device)
+    except RuntimeError as err:
+        raise UsageError(f"device {device!r}: {err}") from err

@@ -1,0 +1,319 @@
+"""Training state to a neutral tree and the tensors in it.
+
+Every tensor is stored once. Tensors that are the same window of the same memory share a leaf (tied weights); a window
+inside a contiguous leaf becomes a view of it; anything else is a leaf of its own, with only its own bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle as pickling
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from objckpt import limits
+from objckpt.errors import UnsupportedDtypeError, UnsupportedTypeError, UsageError
+from objckpt.format import values
+from objckpt.format.dtypes import ITEMSIZE
+from objckpt.format.fqn import to_fqn
+from objckpt.format.values import Pickled, TensorLeaf, TorchDevice, TorchDtype, TorchSize, ViewSpec
+from objckpt.state.dtypes import dtype_name
+
+Path = tuple[Any, ...]
+_NUMPY_DTYPES = {name: np.dtype(name) for name in ITEMSIZE if hasattr(np, name) and name not in ("bool",)}
+_NUMPY_NAMES = {dtype: name for name, dtype in _NUMPY_DTYPES.items()} | {np.dtype(bool): "bool"}
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A tensor to be stored: detached, any strides and device; its bytes are not copied yet.
+
+    Conjugate and negative views are as they are: staging resolves them one by one, so that memory stays bounded.
+    """
+
+    path: Path
+    fqn: str
+    tensor: torch.Tensor
+    dtype: str
+    numpy: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.itemsize
+
+
+@dataclass(slots=True)
+class Flat:
+    """`tree` is neutral (see format/values); `leaves` are unique, by descending item size, so that each starts aligned."""
+
+    tree: Any
+    leaves: list[Leaf]
+
+
+def flatten(state: Mapping[Any, Any], *, pickle: bool = False) -> Flat:
+    """Walk the state; objects with `state_dict()` are asked for it once. Copies no tensor.
+
+    Raises:
+        UsageError: the state is no mapping.
+        UnsupportedTypeError: a leaf cannot be stored bit by bit, or a container contains itself or is nested too deeply;
+            the message has its path, its type and a remedy.
+        UnsupportedDtypeError: the same of a tensor's dtype.
+    """
+    if not isinstance(state, Mapping):
+        raise UsageError(f"the training state must be a mapping of names to parts, not {type(state).__name__}")
+    walk = _Walk(pickle)
+    tree = walk.visit(state, ())
+    leaves, aliases = _share(walk.leaves)
+    return Flat(_replace(tree, aliases) if aliases else tree, sorted(leaves, key=lambda leaf: -leaf.itemsize))
+
+
+class _Walk:
+    def __init__(self, pickle: bool) -> None:
+        self.pickle = pickle
+        self.leaves: list[Leaf] = []
+        self.open: set[int] = set()  # containers and objects that we are inside of
+        self.fqns: set[str] = set()
+
+    def visit(self, value: Any, path: Path) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        kind = type(value)
+        if kind in (dict, OrderedDict, list, tuple) or (isinstance(value, Mapping) and not path):
+            return self._container(value, path)
+        if kind is np.ndarray and value.dtype in _NUMPY_NAMES:
+            return self._numpy(value, path)
+        if isinstance(value, torch.dtype):
+            return TorchDtype(str(value).removeprefix("torch."))
+        if isinstance(value, torch.device):
+            return TorchDevice(str(value))
+        if kind is torch.Size:
+            return TorchSize(tuple(value))
+        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            return self._nested(value, path, lambda: self.visit(_state_of(value, path), path))
+        return self._plain(value, path)
+
+    def _container(self, value: Any, path: Path) -> Any:
+        return self._nested(value, path, lambda: self._children(value, path))
+
+    def _children(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Mapping):
+            out: dict[Any, Any] = OrderedDict() if type(value) is OrderedDict else {}
+            for key, child in value.items():
+                out[key] = self.visit(child, (*path, key))
+            if hasattr(value, "_metadata") and isinstance(out, OrderedDict):
+                out._metadata = value._metadata  # type: ignore[attr-defined]
+            return out
+        children = [self.visit(child, (*path, i)) for i, child in enumerate(value)]
+        return tuple(children) if type(value) is tuple else children
+
+    def _nested(self, value: Any, path: Path, inside: Callable[[], Any]) -> Any:
+        if id(value) in self.open:
+            raise UnsupportedTypeError(
+                f"{to_fqn(path)}: this {type(value).__qualname__} contains itself; remove the cycle", fqn=to_fqn(path)
+            )
+        # An object may give another one as its state, without end and without a longer path: both are counted.
+        if max(len(path), len(self.open) // 2) > limits.MAX_VALUE_DEPTH:
+            raise UnsupportedTypeError(
+                f"{to_fqn(path[:8])}/…: nested deeper than {limits.MAX_VALUE_DEPTH}; flatten this part of the state",
+                fqn=to_fqn(path[:8]),
+            )
+        self.open.add(id(value))
+        try:
+            return inside()
+        finally:
+            self.open.discard(id(value))
+
+    def _plain(self, value: Any, path: Path) -> Any:
+        try:
+            values.pack(value)
+        except UnsupportedTypeError as err:
+            if not self.pickle:
+                raise _at(err, path) from None
+            try:
+                return Pickled(_pickled(value))
+            except Exception as why:
+                raise UnsupportedTypeError(
+                    f"{to_fqn(path)}: a value of type {type(value).__qualname__} cannot be pickled: {why}", fqn=to_fqn(path)
+                ) from why
+        return value
+
+    def _numpy(self, value: np.ndarray[Any, Any], path: Path) -> TensorLeaf:
+        fqn = self._name(path)
+        name = _NUMPY_NAMES[value.dtype]
+        # Read-only memory, negative strides and fields of records are unknown to torch: such arrays are copied already.
+        known = value.flags.writeable and all(s >= 0 and s % value.itemsize == 0 for s in value.strides)
+        self.leaves.append(Leaf(path, fqn, torch.from_numpy(value if known else value.copy()), name, True))
+        return TensorLeaf(fqn, True)
+
+    def _tensor(self, value: torch.Tensor, path: Path) -> TensorLeaf:
+        fqn = self._name(path)
+        _refuse_what_has_no_plain_bytes(value, fqn)
+        name = dtype_name(value.dtype, fqn)
+        leaf = Leaf(path, fqn, value.detach(), name, False)
+        if leaf.nbytes and _extent(leaf)[1] > leaf.tensor.untyped_storage().nbytes():
+            raise UnsupportedTypeError(
+                f"{fqn}: the memory of this {type(value).__qualname__} is freed or shorter than its shape "
+                f"{tuple(value.shape)} (FSDP does so between uses); gather it, or take it from the wrapper's state_dict()",
+                fqn=fqn,
+            )
+        self.leaves.append(leaf)
+        return TensorLeaf(fqn)
+
+    def _name(self, path: Path) -> str:
+        """The FQN of a leaf, which must be one that a reader accepts, and no other leaf's."""
+        fqn = to_fqn(path)
+        if len(fqn.encode()) > limits.MAX_FQN_BYTES:
+            raise UnsupportedTypeError(
+                f"{fqn[:80]}…: the name of this leaf has more than {limits.MAX_FQN_BYTES} bytes; use shorter keys", fqn=fqn
+            )
+        if fqn in self.fqns:  # two nan keys differ for a dict only
+            raise UnsupportedTypeError(f"{fqn}: two leaves have this name; use other keys", fqn=fqn)
+        self.fqns.add(fqn)
+        return fqn
+
+
+def _state_of(value: Any, path: Path) -> Any:
+    try:
+        return value.state_dict()
+    except TypeError as err:  # most often a state_dict() that wants arguments; others tell their own story
+        raise UnsupportedTypeError(
+            f"{to_fqn(path)}: {type(value).__qualname__}.state_dict() failed: {err}; pass what it returns instead",
+            fqn=to_fqn(path),
+        ) from err
+
+
+class _Pickler(pickling.Pickler):
+    """Refuses tensors: in a pickle they would be neither deduplicated, checked nor resharded, and drag storages along."""
+
+    def persistent_id(self, value: Any) -> None:
+        if isinstance(value, (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)):
+            raise TypeError(f"it holds a {type(value).__qualname__}; put tensors into dicts or lists of the state")
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=4).dump(value)
+    return buffer.getvalue()
+
+
+def _at(err: UnsupportedTypeError, path: Path) -> UnsupportedTypeError:
+    """The refusal of the value at `path`, or of a part of it, with the whole path and this layer's remedy."""
+    inner, _, why = err.message.partition("; ")[0].partition(": ")
+    where = to_fqn(path) if inner == "<top>" else f"{to_fqn(path)}/{inner}"
+    return UnsupportedTypeError(
+        f"{where}: {why}; convert it to plain values, drop it from the state, or pass SaveOptions(pickle=True)", fqn=where
+    )
+
+
+def _refuse_what_has_no_plain_bytes(tensor: torch.Tensor, fqn: str) -> None:
+    kind = type(tensor)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        if kind.__name__ == "DTensor":
+            why = f"a {name} is not stored yet: pass full_tensor() or to_local() of it"
+        elif isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+            why = f"a {name} has no data yet: run the lazy module once, then save"
+        else:
+            why = f"the tensor subclass {name} is not stored: save its parts (values, scales) as plain tensors"
+    elif tensor.layout is not torch.strided:
+        why = f"a tensor of layout {tensor.layout} is not stored: save to_dense() of it, or its values and indices"
+    elif tensor.device.type == "meta":
+        why = "a tensor on the meta device has no data: materialise the module (to_empty) before it is saved"
+    elif tensor.is_quantized:
+        dtype = str(tensor.dtype)
+        message = f"{fqn}: a quantised tensor ({dtype}) is not stored: save int_repr(), scales and zero points of it"
+        raise UnsupportedDtypeError(message, fqn=fqn, dtype=dtype.removeprefix("torch."))
+    elif tensor.is_nested:
+        why = "a nested tensor is not stored: save unbind() of it"
+    else:
+        return
+    raise UnsupportedTypeError(f"{fqn}: {why}", fqn=fqn)
+
+
+# ---- shared memory -------------------------------------------------------------------------------------------------
+
+
+def _memory(leaf: Leaf) -> tuple[Any, ...]:
+    """What tells one storage from another while all leaves are alive. An array is a new storage at each look."""
+    return (leaf.tensor.device, leaf.tensor.untyped_storage().data_ptr(), leaf.numpy)
+
+
+def _window(leaf: Leaf) -> tuple[Any, ...]:
+    """What tells one window of a storage from another."""
+    t = leaf.tensor
+    return (t.storage_offset(), leaf.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg())
+
+
+def _extent(leaf: Leaf) -> tuple[int, int]:
+    """The bytes of its storage that a non-empty leaf touches, `[start, end)`."""
+    t = leaf.tensor
+    start = t.storage_offset() * leaf.itemsize
+    if t.is_contiguous():
+        return start, start + leaf.nbytes
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return start, start + (last + 1) * leaf.itemsize
+
+
+def _plain(leaf: Leaf) -> bool:
+    """Whether the storage's bytes are the leaf's own bits."""
+    return not (leaf.tensor.is_conj() or leaf.tensor.is_neg())
+
+
+def _share(found: list[Leaf]) -> tuple[list[Leaf], dict[str, TensorLeaf]]:
+    """The leaves to store, and for each of the others the tree leaf that stands for it."""
+    groups: dict[tuple[Any, ...], list[Leaf]] = {}
+    for leaf in found:
+        if leaf.nbytes:
+            groups.setdefault(_memory(leaf), []).append(leaf)
+    stand_ins: dict[str, TensorLeaf] = {}
+    for group in groups.values():
+        if len(group) > 1:
+            stand_ins |= _share_storage(group)
+    return [leaf for leaf in found if leaf.fqn not in stand_ins], stand_ins
+
+
+def _share_storage(group: list[Leaf]) -> dict[str, TensorLeaf]:
+    """The same for the leaves of one storage."""
+    first: dict[tuple[Any, ...], Leaf] = {}
+    ties = {leaf.fqn: first.setdefault(_window(leaf), leaf).fqn for leaf in group}
+    views: dict[str, TensorLeaf] = {}
+    # By start, the longest first; so a leaf lies inside an earlier one exactly when it ends before the furthest of them.
+    # Of equal extents a contiguous one comes first: only it can hold others.
+    spans = [(*_extent(leaf), leaf) for leaf in first.values()]
+    base, base_start, base_end = None, 0, -1
+    for start, end, leaf in sorted(spans, key=lambda s: (s[0], -s[1], not s[2].tensor.is_contiguous(), -s[2].itemsize)):
+        inside = base is not None and end <= base_end and (start - base_start) % leaf.itemsize == 0
+        if base is not None and inside and _plain(leaf):
+            view = ViewSpec(leaf.dtype, start - base_start, leaf.shape, tuple(leaf.tensor.stride()))
+            views[leaf.fqn] = TensorLeaf(base.fqn, leaf.numpy, view)
+        elif end > base_end and leaf.tensor.is_contiguous() and _plain(leaf):
+            base, base_start, base_end = leaf, start, end
+    out = {fqn: views.get(to, TensorLeaf(to, group[0].numpy)) for fqn, to in ties.items() if fqn != to}
+    return out | views
+
+
+def _replace(tree: Any, aliases: dict[str, TensorLeaf]) -> Any:
+    if type(tree) is TensorLeaf:
+        return aliases.get(tree.fqn, tree)
+    if isinstance(tree, dict):
+        for key in tree:
+            tree[key] = _replace(tree[key], aliases)
+        return tree
+    if type(tree) in (list, tuple):
+        return type(tree)(_replace(child, aliases) for child in tree)
+    return tree
+
+

@@ -1,0 +1,188 @@
+"""The command as a process, against real servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.handmade import put_checkpoint
+from support.servers import GIVEN, lead_to
+
+from objckpt.store import open_store
+
+ROOT = Path(__file__).resolve().parents[2]
+CLI = [sys.executable, "-m", "objckpt"]
+STATE = {"model": {"w": np.arange(300_000, dtype=np.float32)}, "epoch": 3}
+
+
+def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run([*CLI, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def put_many(url: str, count: int) -> None:
+    store = open_store(url)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: put_checkpoint(store, i, {"epoch": i}, seq=i), range(count)))
+    store.close()
+
+
+def test_verbs(s3_url, tmp_path):
+    store = open_store(s3_url)
+    put_checkpoint(store, 5, STATE)
+    for arguments in (["ls"], ["show", "--values"], ["verify"], ["restore", "--out", str(tmp_path / "x.pt")]):
+        done = cli(*arguments, s3_url)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert done.stdout
+    pack = next(info.key for info in store.list("data/") if info.key.endswith(".pack"))
+    store.put(pack, b"x" * 1_200_000)
+    done = cli("verify", s3_url)
+    assert done.returncode == 5 and "model/w" in done.stdout and done.stderr == ""
+
+
+def test_empty_torn_and_missing(s3_url, tmp_path):
+    out = str(tmp_path / "x.pt")
+    torn = open_store(f"{s3_url}/torn")
+    torn.put("data/s000000000001-00000000000000000000000000-0000/rank-00000-0000.pack", b"x")
+    for url in (s3_url + "/empty", s3_url + "/torn"):
+        assert cli("ls", url).returncode == 0
+        done = cli("ls", url, "--json")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+        done = cli("restore", url, "--out", out)
+        assert done.returncode == 4 and f"no committed checkpoint under {url}" in done.stderr
+    for arguments in (["ls"], ["ls", "--json"], ["restore", "--out", out]):
+        done = cli(*arguments, "s3://no-such-bucket-here/x")
+        assert done.returncode == 9 and done.stdout == ""
+        assert re.fullmatch(r"objckpt: error: .*no-such-bucket-here.*NoSuchBucket.*\n", done.stderr)
+        done = cli(*arguments, s3_url, AWS_SECRET_ACCESS_KEY="wrong-secret")
+        assert done.returncode == 8 and done.stdout == ""
+        assert re.fullmatch(r"objckpt: error: .*SignatureDoesNotMatch.*\n", done.stderr)
+        assert "wrong-secret" not in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_hundred_checkpoints_are_listed_fast(weed_url):
+    put_many(weed_url, 100)
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        done = cli("ls", weed_url)
+        times.append(time.monotonic() - start)
+        assert done.returncode == 0 and len(done.stdout.splitlines()) == 101
+    assert min(times) < 1.5
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("form", ["", "--json"])
+def test_head(many_url, form, unbuffered):
+    script = f'"$PYTHON" -m objckpt ls {many_url} {form} | head -1; echo "${{PIPESTATUS[0]}}"'
+    env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True)
+    first, status = done.stdout.splitlines()
+    assert status == "0" and done.stderr == ""
+    assert first.startswith('[{"step": 0,' if form else "STEP")
+
+
+@pytest.fixture(scope="module")
+def many_url(request):
+    """500 checkpoints, made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        url = lead_to(request.getfixturevalue("given_server" if GIVEN else "weed_server"), patch)
+        put_many(url, 500)
+        yield url
+
+
+@pytest.mark.parametrize("close", ["stdout", "stderr"])
+def test_closed_streams(weed_url, close):
+    script = f'"$PYTHON" -m objckpt ls {weed_url} {">&-" if close == "stdout" else "2>&-"}'
+    env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_an_error(weed_url):
+    put_many(weed_url, 1)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*CLI, "ls", weed_url], env=env, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(r"objckpt: error: No space left on device.*\n", done.stderr)
+
+
+def test_reading_commands_do_not_import_torch(weed_url):
+    put_checkpoint(open_store(weed_url), 1, STATE)
+    code = (
+        "import sys; from objckpt.cli.main import run; codes = [run(a.split()) for a in sys.argv[1:]]; "
+        "print(codes, [m for m in ('torch', 'aiobotocore', 'rich') if m in sys.modules])"
+    )
+    verbs = [f"{verb} {weed_url}" for verb in ("ls", "show --values", "verify")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, *verbs], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0] []", done.stdout + done.stderr
+
+
+def test_secrets_stay_out_of_sight(weed_url):
+    secret, token, password = "marker-SECRET-0001", "marker-TOKEN-0002", "marker-PASSWORD-0003"
+    endpoint = os.environ["AWS_ENDPOINT_URL"].replace("://", f"://user:{password}@")
+    done = cli(
+        "ls", weed_url, "--debug", AWS_SECRET_ACCESS_KEY=secret, AWS_SESSION_TOKEN=token, AWS_ENDPOINT_URL=endpoint
+    )
+    assert done.returncode not in (0, 2) and "Traceback" in done.stderr
+    for marker in (secret, token, password):
+        assert marker not in done.stdout + done.stderr
+    done = cli("ls", weed_url, "--endpoint-url", f"http://user:{password}@127.0.0.1:1", "--debug")
+    assert done.returncode != 0 and password not in done.stdout + done.stderr
+
+
+def test_progress_only_on_a_terminal(weed_url):
+    put_checkpoint(open_store(weed_url), 1, STATE)
+    ours, theirs = pty.openpty()
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    with subprocess.Popen([*CLI, "verify", weed_url], env=env, stdout=subprocess.PIPE, stderr=theirs) as process:
+        os.close(theirs)
+        drawn = b""
+        try:
+            while piece := os.read(ours, 65536):
+                drawn += piece
+        except OSError:  # EIO: the other side has closed
+            pass
+        assert process.stdout.read().startswith(b"step 1: 1 tensors")
+        assert process.wait() == 0
+    os.close(ours)
+    assert b"verify" in drawn and b"\x1b[" in drawn and b"\x1b[?25h" in drawn
+    assert cli("verify", weed_url).stderr == ""
+
+
+def test_an_interrupt_does_not_wait_for_the_store(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = os.environ | {"PYTHONPATH": str(ROOT), "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        env["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with subprocess.Popen([*CLI, "ls", "s3://bucket/x"], env=env, stderr=subprocess.PIPE, text=True) as process:
+            connection, _ = silent.accept()  # now it waits for the answer
+            start = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=10) == 130
+            assert time.monotonic() - start < 3
+            assert "Traceback" not in process.stderr.read()
+            connection.close()
+
+
+def test_json_of_all_verbs(weed_url, tmp_path):
+    put_checkpoint(open_store(weed_url), 1, STATE)
+    for arguments in (["ls"], ["show"], ["verify"], ["restore", "--out", str(tmp_path / "x.safetensors")]):
+        done = cli(*arguments, weed_url, "--json")
+        assert done.returncode == 0, done.stderr
+        json.loads(done.stdout)

@@ -1,0 +1,68 @@
+"""The benchmarks run end to end, on a small state, and their yardsticks measure what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import bench_runner
+import contenders
+import measure
+import pytest
+import torch
+
+TOOLS = Path(measure.__file__).parent
+MiB = 1 << 20
+
+
+@pytest.mark.parametrize("nbytes", [4, 10 * MiB + 4, 90 * MiB])
+def test_state_has_the_size_asked_for(nbytes):
+    state = contenders.make_state(nbytes)
+    found = list(contenders.tensors(state))
+    assert sum(t.nbytes for t in found) == nbytes
+    assert all(t.dtype == torch.float32 and t.is_contiguous() for t in found)
+    assert contenders.memcpy_s(state) > 0
+
+
+def test_memory_counts_shared_pages_once():
+    before = measure.pss_bytes(os.getpid())
+    block = bytearray(os.urandom(64 * MiB))
+    assert 60 * MiB < measure.pss_bytes(os.getpid()) - before < 80 * MiB
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with measure.watch_memory(lambda: [os.getpid(), *measure.children(os.getpid())], every_s=0.01) as peak:
+            assert child.pid in measure.children(os.getpid())
+        assert peak.total >= len(block)
+    finally:
+        child.communicate(b"\n")
+
+
+def test_cpu_seconds_of_a_process():
+    before, end = measure.cpu_s(os.getpid()), time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    assert measure.cpu_s(os.getpid()) - before >= 0.15
+
+
+@pytest.mark.parametrize(("relation", "value", "met"), [("<=", 1.0, True), ("<=", 1.1, False), (">=", 0.9, False)])
+def test_targets(relation, value, met):
+    assert bench_runner.Target("x", value, relation, 1.0).met is met
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("script", ["bench_save.py", "bench_restore.py"])
+def test_benchmark_of_a_small_state(script, tmp_path):
+    found = tmp_path / "figures.json"
+    flat = ["--flat", "4"] if script == "bench_save.py" else []
+    command = [sys.executable, str(TOOLS / script), "--gib", "0.0625", "--repeats", "2", "--json", str(found), *flat]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(found.read_text())
+    assert figures["results"]["objckpt"]["peak"] > 64 * MiB
+    for word in ("raw sockets", "objckpt", "cores", "torch", "target"):
+        assert word in done.stdout
