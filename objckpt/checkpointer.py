@@ -72,9 +72,9 @@ class Checkpointer:
         self.options = options or SaveOptions()
         self._store = open_store(url, self._store_options)
         self.url = self._store.url
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            if torch.distributed.get_world_size() > 1:
-                raise UsageError("objckpt does not save from several ranks yet: make the Checkpointer on rank 0 only")
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if distributed and torch.distributed.get_world_size() > 1:
+            raise UsageError("objckpt does not save from several ranks yet")
         self.session = _ulid()
         self._pid = os.getpid()
         self._stager = Stager()

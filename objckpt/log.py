@@ -33,6 +33,7 @@ from objckpt.store import Store
 
 logger = logging.getLogger("objckpt")
 _READERS = 16
+_jitter = random.Random()  # of our own: the training's random numbers stay as they are
 R = TypeVar("R", bound=Record)
 
 
@@ -161,7 +162,7 @@ def append(store: Store, log: Log, make: Callable[[int, Log], R], *, deadline_s:
                 f"{keys.record(seq)}: no clear answer within {deadline_s:.0f} s; the record may or may not appear later",
                 key=keys.record(seq),
             ) from unclear
-        time.sleep(pause_s * random.uniform(0.5, 1.5))
+        time.sleep(pause_s * _jitter.uniform(0.5, 1.5))
         pause_s = min(pause_s * 2, 5.0)
 
 

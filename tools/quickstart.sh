@@ -18,7 +18,7 @@ title() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 demo() { python tools/train_demo.py run --url "s3://quickstart/$1" --losses "$work/$1.jsonl"; }
 
 title "starting a local S3 server (objckpt local --detach)"
-objckpt local --detach --dir "$work/s3" >"$work/env"
+objckpt local --detach --bucket quickstart --dir "$work/s3" >"$work/env"
 cat "$work/env"
 . "$work/env"
 server="$OBJCKPT_LOCAL_PID"

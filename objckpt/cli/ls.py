@@ -20,6 +20,10 @@ from objckpt.cli.options import (
 from objckpt.format.records import Commit
 
 _HEAD = ("STEP", "SEQ", "TIME (UTC)", "EPOCH", "RANKS", "SIZE", "TENSORS", "")
+_FIELDS = (  # of an object in JSON; sizes in bytes
+    "step", "seq", "time", "epoch", "session", "attempt", "host", "parent", "world_size", "raw_bytes", "stored_bytes",
+    "tensors",
+)  # fmt: skip
 _RIGHT = ("STEP", "SEQ", "EPOCH", "RANKS", "SIZE", "TENSORS")
 
 
@@ -36,7 +40,8 @@ def command(
     """List the committed checkpoints, in the order of their commits.
 
     The newest is the one that was committed last: after a resume from an older step it need not have the highest
-    number. Log records that cannot be read are reported on stderr and make the exit code 5.
+    number. A log record that cannot be read is told on stderr, and is an object with its "seq" and "damaged" in JSON;
+    when it is the last one, no checkpoint is marked as the newest.
     """
     from objckpt.log import read_log
     from objckpt.store import open_store
@@ -48,33 +53,25 @@ def command(
     sure = bool(found) and all(seq < found[-1].seq for seq, _ in log.damaged)
     newest = found[-1].seq if sure else None
     if json:
-        output.document([describe(c) | {"newest": c.seq == newest} for c in found])
+        rows = [describe(c) | {"newest": c.seq == newest, "damaged": None} for c in found]
+        rows += [
+            dict.fromkeys(_FIELDS) | {"seq": seq, "newest": False, "damaged": str(why)} for seq, why in log.damaged
+        ]
+        output.document(sorted(rows, key=lambda row: row["seq"]))
     elif found:
         for line in output.table(_HEAD, [_row(c, c.seq == newest) for c in found], _RIGHT):
             output.line(line)
     else:
         output.message(f"no committed checkpoint under {store.url}")
     for seq, why in log.damaged:
-        output.message(f"error: log record {seq} cannot be read: {why}")
-    return max((why.exit_code for _, why in log.damaged), default=0)
+        output.message(f"warning: log record {seq} cannot be read: {why}")
+    return 0
 
 
 def describe(commit: Commit) -> dict[str, Any]:
     """A commit record as plain data for JSON; sizes in bytes."""
-    return {
-        "step": commit.step,
-        "seq": commit.seq,
-        "time": utc(commit.time_s, "%Y-%m-%dT%H:%M:%SZ"),
-        "epoch": commit.epoch,
-        "session": commit.session,
-        "attempt": commit.attempt,
-        "host": commit.host,
-        "parent": commit.parent,
-        "world_size": commit.world_size,
-        "raw_bytes": commit.raw_bytes,
-        "stored_bytes": commit.stored_bytes,
-        "tensors": commit.tensors,
-    }
+    time = utc(commit.time_s, "%Y-%m-%dT%H:%M:%SZ")
+    return {name: time if name == "time" else getattr(commit, name) for name in _FIELDS}
 
 
 def utc(time_s: float, form: str = "%Y-%m-%d %H:%M:%S") -> str | None:

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 def main() -> int:
     """The entry point: runs the command of `sys.argv`, returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        if (
-            signal.getsignal(number) is not signal.SIG_IGN
-        ):  # nohup and background jobs of scripts ignore them on purpose
+        # nohup and the background jobs of scripts ignore them on purpose
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end_at_once)
     return run(sys.argv[1:])
 
@@ -57,6 +56,8 @@ def _run(arguments: list[str]) -> int:
         result = build_app()(args=arguments, prog_name="objckpt", standalone_mode=False)
     except typer.Abort as err:  # made of KeyboardInterrupt by some versions
         raise KeyboardInterrupt from err
+    except SystemExit:  # only when the reader of a help text has gone away (`--help | true`), which is no error
+        return 0
     except Exception as err:
         # typer carries a copy of click or uses the package, by version: so the class is told by what it has.
         if not hasattr(err, "format_message"):

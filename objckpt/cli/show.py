@@ -36,7 +36,7 @@ def command(
     url: Url,
     step: Step = None,
     tensors: Tensors = True,
-    values: Values = False,
+    values: Values = True,
     json: Json = False,
     endpoint_url: EndpointUrl = None,
     region: Region = None,
@@ -47,7 +47,7 @@ def command(
 ) -> int:
     """Show what is in a checkpoint.
 
-    Prints its commit record, its tensors and, with --values, its other values; reads no tensor. Names are those that
+    Prints its commit record, its tensors and its other values; downloads no tensor. Names are those that
     `restore --only` understands. A tensor that shares the memory of another one is stored once.
     """
     from objckpt.log import read_log
@@ -71,7 +71,7 @@ def command(
         output.line(f"{name + ':':<11} {output.printable(text)}")
     if tensors:
         _print_tensors(rows)
-    if values:
+    if others:
         output.line()
         for line in output.table(("VALUE", "IS"), [(fqn, short(value)) for fqn, value in others]):
             output.line(line)

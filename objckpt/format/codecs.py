@@ -151,7 +151,7 @@ def _gains(plane: Bytes) -> bool:
         return True
     step = (len(plane) - _PROBE_BYTES) // (_PROBES - 1)
     sample = np.concatenate([plane[i * step : i * step + _PROBE_BYTES] for i in range(_PROBES)])
-    return len(_contexts.compressor.compress(sample)) < len(sample) * (1 - _MIN_GAIN)
+    return len(_contexts.compressor.compress(sample.data)) < len(sample) * (1 - _MIN_GAIN)
 
 
 def _compress(plane: Bytes) -> bytes | None:
@@ -159,7 +159,7 @@ def _compress(plane: Bytes) -> bytes | None:
         gathered = _contexts.scratch(len(plane))
         np.copyto(gathered, plane)
         plane = gathered
-    packed: bytes = _contexts.compressor.compress(plane)
+    packed: bytes = _contexts.compressor.compress(plane.data)
     return packed if len(packed) < len(plane) * (1 - _MIN_GAIN) else None
 
 

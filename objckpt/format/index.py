@@ -114,8 +114,16 @@ class Index:
                 "packs": [list(p) for p in self.packs],
                 "codecs": self.codecs,
                 "shards": [
-                    [pack_value(s.path), s.dtype, list(s.global_shape), list(s.offset), list(s.shape), s.digest]
-                    + [s.first_chunk, s.chunk_count]
+                    [
+                        pack_value(s.path),
+                        s.dtype,
+                        list(s.global_shape),
+                        list(s.offset),
+                        list(s.shape),
+                        s.digest,
+                        s.first_chunk,
+                        s.chunk_count,
+                    ]
                     for s in self.shards
                 ],
                 "chunk_count": len(self.chunks),

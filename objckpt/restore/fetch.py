@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from objckpt.errors import IntegrityError, NotFoundError
+from objckpt.errors import FormatError, IntegrityError, NotFoundError
 from objckpt.events import Progress, ignore
 from objckpt.format import checksums, codecs
 from objckpt.restore.plan import ByteArray, ChunkRead, Region, Request
@@ -53,6 +53,7 @@ def fetch(
 
     Raises:
         IntegrityError: bytes are missing or wrong; names key, FQN and range.
+        FormatError: a chunk has a codec that this version does not know.
         StoreError: the store cannot be read.
     """
     if requests:
@@ -210,8 +211,8 @@ class _Run:
             raw = landing.direct if landing.direct is not None else _scratch(chunk.raw)
             try:
                 codecs.decode(chunk.codec, landing.stored, raw)
-            except IntegrityError as err:
-                raise IntegrityError(
+            except (IntegrityError, FormatError) as err:
+                raise type(err)(
                     f"{self.what}: {_names([chunk])}: bytes [{chunk.offset}, {chunk.end}) of {chunk.key}: {err}",
                     **{**err.context, "key": chunk.key, "fqn": chunk.uses[0].region.fqn},
                 ) from err

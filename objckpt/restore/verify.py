@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from objckpt.errors import IntegrityError, NotFoundError
+from objckpt.errors import FormatError, IntegrityError, NotFoundError
 from objckpt.events import Progress, ignore
 from objckpt.format import checksums, codecs
 from objckpt.restore.open import Checkpoint, StoredShard
@@ -23,7 +23,7 @@ _JOB_BYTES = 64 * 1024 * 1024  # shards that one thread reads in a row
 class Problem:
     """Something stored is not what was recorded. `fqn` is the leaf that cannot be restored, `key` the object."""
 
-    kind: str  # "missing", "corrupt"
+    kind: str  # "missing", "corrupt", "unreadable" (by this version: an unknown codec)
     key: str
     fqn: str
     rank: int
@@ -140,8 +140,8 @@ class _Sum:
             raw = np.empty(chunk.raw, np.uint8).data
             try:
                 codecs.decode(chunk.codec, stored, raw)
-            except IntegrityError as err:
-                self._found("corrupt", f"{where}: {err}")
+            except (IntegrityError, FormatError) as err:
+                self._found("corrupt" if isinstance(err, IntegrityError) else "unreadable", f"{where}: {err}")
                 return
         elif chunk.stored != chunk.raw:
             self._found("corrupt", f"{where}: a raw chunk of {chunk.stored} bytes, {chunk.raw} recorded")

@@ -57,7 +57,7 @@ class Leaf:
 
 @dataclass(slots=True)
 class Flat:
-    """`tree` is neutral (see format/values); `leaves` are unique, by descending item size, so that each starts aligned."""
+    """`tree` is neutral (see format/values); `leaves` are unique, by descending item size: each starts aligned."""
 
     tree: Any
     leaves: list[Leaf]
@@ -68,8 +68,8 @@ def flatten(state: Mapping[Any, Any], *, pickle: bool = False) -> Flat:
 
     Raises:
         UsageError: the state is no mapping.
-        UnsupportedTypeError: a leaf cannot be stored bit by bit, or a container contains itself or is nested too deeply;
-            the message has its path, its type and a remedy.
+        UnsupportedTypeError: a leaf cannot be stored bit by bit, a container contains itself or is nested too deeply.
+            The message has its path, its type and a remedy.
         UnsupportedDtypeError: the same of a tensor's dtype.
     """
     if not isinstance(state, Mapping):
@@ -146,7 +146,8 @@ class _Walk:
                 return Pickled(_pickled(value))
             except Exception as why:
                 raise UnsupportedTypeError(
-                    f"{to_fqn(path)}: a value of type {type(value).__qualname__} cannot be pickled: {why}", fqn=to_fqn(path)
+                    f"{to_fqn(path)}: a value of type {type(value).__qualname__} cannot be pickled: {why}",
+                    fqn=to_fqn(path),
                 ) from why
         return value
 
@@ -166,7 +167,7 @@ class _Walk:
         if leaf.nbytes and _extent(leaf)[1] > leaf.tensor.untyped_storage().nbytes():
             raise UnsupportedTypeError(
                 f"{fqn}: the memory of this {type(value).__qualname__} is freed or shorter than its shape "
-                f"{tuple(value.shape)} (FSDP does so between uses); gather it, or take it from the wrapper's state_dict()",
+                f"{tuple(value.shape)} (FSDP does so between uses); take it from the wrapper's state_dict()",
                 fqn=fqn,
             )
         self.leaves.append(leaf)
@@ -177,7 +178,8 @@ class _Walk:
         fqn = to_fqn(path)
         if len(fqn.encode()) > limits.MAX_FQN_BYTES:
             raise UnsupportedTypeError(
-                f"{fqn[:80]}…: the name of this leaf has more than {limits.MAX_FQN_BYTES} bytes; use shorter keys", fqn=fqn
+                f"{fqn[:80]}…: the name of this leaf has more than {limits.MAX_FQN_BYTES} bytes; use shorter keys",
+                fqn=fqn,
             )
         if fqn in self.fqns:  # two nan keys differ for a dict only
             raise UnsupportedTypeError(f"{fqn}: two leaves have this name; use other keys", fqn=fqn)
@@ -196,7 +198,7 @@ def _state_of(value: Any, path: Path) -> Any:
 
 
 class _Pickler(pickling.Pickler):
-    """Refuses tensors: in a pickle they would be neither deduplicated, checked nor resharded, and drag storages along."""
+    """Refuses tensors: a pickle drags their whole storages along, unchecked and untied."""
 
     def persistent_id(self, value: Any) -> None:
         if isinstance(value, (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)):
@@ -214,7 +216,8 @@ def _at(err: UnsupportedTypeError, path: Path) -> UnsupportedTypeError:
     inner, _, why = err.message.partition("; ")[0].partition(": ")
     where = to_fqn(path) if inner == "<top>" else f"{to_fqn(path)}/{inner}"
     return UnsupportedTypeError(
-        f"{where}: {why}; convert it to plain values, drop it from the state, or pass SaveOptions(pickle=True)", fqn=where
+        f"{where}: {why}; convert it to plain values, drop it from the state, or pass SaveOptions(pickle=True)",
+        fqn=where,
     )
 
 
@@ -224,7 +227,7 @@ def _refuse_what_has_no_plain_bytes(tensor: torch.Tensor, fqn: str) -> None:
     if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         if kind.__name__ == "DTensor":
             why = f"a {name} is not stored yet: pass full_tensor() or to_local() of it"
-        elif isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        elif isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
             why = f"a {name} has no data yet: run the lazy module once, then save"
         else:
             why = f"the tensor subclass {name} is not stored: save its parts (values, scales) as plain tensors"
@@ -260,10 +263,10 @@ def _window(leaf: Leaf) -> tuple[Any, ...]:
 def _extent(leaf: Leaf) -> tuple[int, int]:
     """The bytes of its storage that a non-empty leaf touches, `[start, end)`."""
     t = leaf.tensor
-    start = t.storage_offset() * leaf.itemsize
+    start = int(t.storage_offset()) * leaf.itemsize
     if t.is_contiguous():
         return start, start + leaf.nbytes
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    last = sum((n - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))
     return start, start + (last + 1) * leaf.itemsize
 
 
@@ -290,7 +293,7 @@ def _share_storage(group: list[Leaf]) -> dict[str, TensorLeaf]:
     first: dict[tuple[Any, ...], Leaf] = {}
     ties = {leaf.fqn: first.setdefault(_window(leaf), leaf).fqn for leaf in group}
     views: dict[str, TensorLeaf] = {}
-    # By start, the longest first; so a leaf lies inside an earlier one exactly when it ends before the furthest of them.
+    # By start, the longest first; so a leaf lies inside an earlier one if it ends before the furthest of them.
     # Of equal extents a contiguous one comes first: only it can hold others.
     spans = [(*_extent(leaf), leaf) for leaf in first.values()]
     base, base_start, base_end = None, 0, -1
@@ -315,5 +318,3 @@ def _replace(tree: Any, aliases: dict[str, TensorLeaf]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(_replace(child, aliases) for child in tree)
     return tree
-
-

@@ -6,6 +6,7 @@ Device tensors are copied on a side stream into pinned slabs, all in flight at o
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,13 +15,14 @@ from typing import Any, Protocol
 
 import torch
 
-from objckpt.limits import MiB
+from objckpt.limits import KiB, MiB
 from objckpt.state.dtypes import as_bits, as_bytes
 from objckpt.state.flatten import Leaf
 
 logger = logging.getLogger("objckpt")
 
 _TEMPORARY_BYTES = 1 * MiB  # of a strided tensor that lies across the end of a slab
+_SMALL_BYTES = 16 * KiB  # so little is copied before torch has found out how
 
 
 class Lane(Protocol):
@@ -74,12 +76,14 @@ class Stager:
         self._pinned: set[int] = set()
 
     def stage(self, leaves: Sequence[Leaf], extents: Sequence[tuple[int, int]], slabs: Sequence[memoryview]) -> None:
-        """Leaf `i` goes to bytes `[start, start + nbytes)` = `extents[i]` of the snapshot, which the slabs make up in order.
+        """Copy leaf `i` to `[start, start + nbytes)` of the byte space that the slabs make up; `extents[i]` has both.
 
         Blocks until all bytes are there; after an error, until no copy is under way any more, so that the slabs may be
-        used again. All slabs have one size; `start` is a multiple of the leaf's item size. The leaves' tensors are not kept.
+        used again. All slabs have one size; `start` is a multiple of the leaf's item size. No tensor is kept.
         """
-        snapshot = _Snapshot([torch.frombuffer(slab, dtype=torch.uint8) for slab in slabs], len(slabs[0]) if slabs else 1)
+        snapshot = _Snapshot(
+            [torch.frombuffer(slab, dtype=torch.uint8) for slab in slabs], len(slabs[0]) if slabs else 1
+        )
         used: dict[torch.device, Lane] = {}
         try:
             with torch.no_grad():
@@ -110,9 +114,9 @@ class Stager:
 
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock host memory for fast device copies; does nothing where CUDA is not in use by this process."""
-        if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             return
-        status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[no-untyped-call]
         if int(status) == 0:
             self._pinned.add(address)
         else:
@@ -121,7 +125,7 @@ class Stager:
     def unpin(self, address: int) -> None:
         """Undo `pin`. Does nothing for memory that is not pinned."""
         if address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
             self._pinned.discard(address)
 
 
@@ -148,7 +152,9 @@ class _Snapshot:
         slab, at = divmod(start, self.slab_bytes)
         inside = at + nbytes <= self.slab_bytes
         if tensor.is_contiguous():
-            if inside:
+            if inside and nbytes <= _SMALL_BYTES and tensor.device.type == "cpu":
+                ctypes.memmove(self.slabs[slab].data_ptr() + at, tensor.data_ptr(), nbytes)
+            elif inside:
                 self.slabs[slab].narrow(0, at, nbytes).copy_(as_bytes(tensor), non_blocking=non_blocking)
             else:
                 self._pieces(as_bytes(tensor), slab, at, non_blocking)

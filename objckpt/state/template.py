@@ -1,8 +1,9 @@
 """Match what the user wants filled with what a checkpoint holds. Touches nothing: the result says what to do.
 
-Rules. Tensors are filled in place. In an `nn.Module` and in plain mappings the keys must agree in both directions. For any
-other object with `load_state_dict` (optimizers, schedulers, loaders) what was saved counts: a fresh optimizer has no state
-yet; but what it has already must be in the checkpoint. Mappings and lists of plain values are replaced by what was saved.
+Rules. Tensors are filled in place; those of a module on the meta device are made anew. In an `nn.Module` and in plain
+mappings the keys must agree in both directions. For any other object with `load_state_dict` (optimizers, schedulers,
+loaders) what was saved counts: a fresh optimizer has no state yet; but what it has already must be in the checkpoint.
+Mappings and lists of plain values are replaced by what was saved.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def match(into: Mapping[Any, Any], tree: Any, info: Info, *, only: str | list[st
 
 
 def check(found: Match, *, strict: bool, step: int) -> None:
-    """Raise ONE MismatchError that lists every difference in full; with `strict=False` absent leaves are no difference."""
+    """Raise ONE MismatchError that lists every difference in full; absent leaves are none if `strict=False`."""
     parts = [("differ", found.wrong)]
     if strict:
         parts = [("not in the checkpoint", found.missing), ("not in the state given", found.unexpected), *parts]
@@ -96,12 +97,14 @@ class _Walk:
         if not isinstance(saved, dict):
             self._differs(path, "a mapping in the state, another kind of value in the checkpoint")
             return
-        if len(path) >= 2 and path[-2] == "state" and target and saved and set(target) != set(saved):
+        inside_optimizer = (
+            len(path) >= 2 and path[-2] == "state" and all(isinstance(v, torch.Tensor) for v in target.values())
+        )
+        if inside_optimizer and set(target) & set(saved) and set(target) != set(saved):
             # The state of one parameter in an optimizer: half of it is worse than none.
-            if all(isinstance(v, torch.Tensor) for v in target.values()) and set(target) & set(saved):
-                both = sorted(map(str, set(target) ^ set(saved)))
-                self._differs(path, f"the state of this parameter is there in part only; not in both: {', '.join(both)}")
-                return
+            both = ", ".join(sorted(map(str, set(target) ^ set(saved))))
+            self._differs(path, f"the state of this parameter is there in part only; not in both: {both}")
+            return
         for key in target:
             if key in saved:
                 self.visit(target, key, target[key], saved[key], (*path, key))
@@ -156,7 +159,9 @@ class _Walk:
             self._differs(path, f"shape {shape} in the checkpoint, {tuple(tensor.shape)} in the state")
         elif dtype_name(tensor.dtype, fqn) != dtype and not (self.cast and self._castable(dtype, tensor)):
             remedy = "; cast=True permits it" if self._castable(dtype, tensor) else ""
-            self._differs(path, f"dtype {dtype} in the checkpoint, {dtype_name(tensor.dtype, fqn)} in the state{remedy}")
+            self._differs(
+                path, f"dtype {dtype} in the checkpoint, {dtype_name(tensor.dtype, fqn)} in the state{remedy}"
+            )
         elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
             self._differs(path, "the tensor in the state is expanded: its elements share memory and cannot be filled")
         else:
@@ -171,7 +176,9 @@ class _Walk:
             return
         own = target.state_dict()
         if isinstance(target, torch.nn.Module):
-            self.out.loads.append(_Load(target, path, own, None))
+            fresh = _off_meta(target) if _on_meta(own) else None
+            own = own if fresh is None else fresh.state
+            self.out.loads.append(_Load(fresh or target, path, own, None))
             self.mapping(own, saved, path)
             return
         load = _Load(target, path, None, saved)
@@ -208,6 +215,35 @@ class _Walk:
 
     def _names(self, value: Any, path: Path) -> list[str]:
         return [name for name in _leaf_names(value, path) if self.wanted(name)]
+
+
+class _Fresh:
+    """A module built on the meta device, to be loaded with tensors that have memory. Ties stay ties."""
+
+    def __init__(self, module: torch.nn.Module, state: dict[str, Any]) -> None:
+        self.module, self.state = module, state
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        return self.module.load_state_dict(state, assign=True)
+
+
+def _on_meta(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(v, torch.Tensor) and v.device.type == "meta" for v in state.values())
+
+
+def _off_meta(module: torch.nn.Module) -> _Fresh:
+    """The module's state with a new CPU tensor for each on meta; all others are the module's own, so that they stay."""
+    state = module.state_dict(keep_vars=True)
+    made: dict[int, torch.Tensor] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.device.type != "meta":
+            continue
+        if id(value) not in made:
+            new = torch.empty_like(value.detach(), device="cpu")
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            made[id(value)] = torch.nn.Parameter(new, value.requires_grad) if is_parameter else new
+        state[key] = made[id(value)]
+    return _Fresh(module, state)
 
 
 def _leaf_names(value: Any, path: Path) -> list[str]:

@@ -26,7 +26,7 @@ def to_python(tree: Any, tensor_of: Callable[[Path, TensorLeaf], Any], *, pickle
     if kind is TensorLeaf:
         return tensor_of(path, tree)
     if kind in (dict, OrderedDict):
-        out = kind((k, to_python(v, tensor_of, pickle=pickle, path=(*path, k))) for k, v in tree.items())
+        out: Any = kind((k, to_python(v, tensor_of, pickle=pickle, path=(*path, k))) for k, v in tree.items())
         if hasattr(tree, "_metadata"):
             out._metadata = tree._metadata
         return out
@@ -41,7 +41,7 @@ def to_python(tree: Any, tensor_of: Callable[[Path, TensorLeaf], Any], *, pickle
     if kind is Pickled:
         if not pickle:
             raise UsageError(
-                f"{to_fqn(path)}: this value is pickled, and to unpickle runs code from the checkpoint; if you trust it, "
+                f"{to_fqn(path)}: this value is pickled, and to unpickle it runs code; if you trust the checkpoint, "
                 "pass pickle=True",
                 fqn=to_fqn(path),
             )

@@ -166,18 +166,34 @@ def test_progress_only_on_a_terminal(weed_url):
     assert cli("verify", weed_url).stderr == ""
 
 
-def test_an_interrupt_does_not_wait_for_the_store(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+LISTING = """<?xml version="1.0" encoding="UTF-8"?>
+<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>bucket</Name><Prefix>x/log/</Prefix>
+<KeyCount>1</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated><Contents>
+<Key>x/log/00000000000000000000.msgpack</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>
+<ETag>"0"</ETag><Size>9</Size></Contents></ListBucketResult>"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_does_not_wait_for_the_store(number):
+    """The listing is answered, the GET of the record in it never is: its thread cannot be interrupted."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
         env = os.environ | {"PYTHONPATH": str(ROOT), "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
-        env["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{server.getsockname()[1]}"
         with subprocess.Popen([*CLI, "ls", "s3://bucket/x"], env=env, stderr=subprocess.PIPE, text=True) as process:
-            connection, _ = silent.accept()  # now it waits for the answer
+            listing, _ = server.accept()
+            listing.recv(65536)
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(LISTING)}\r\nConnection: close\r\n\r\n"
+            listing.sendall((head + LISTING).encode())
+            record, _ = server.accept()
+            assert record.recv(65536).startswith(b"GET /bucket/x/log/00000000000000000000.msgpack")
             start = time.monotonic()
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=10) == 130
+            process.send_signal(number)
+            assert process.wait(timeout=10) == 128 + number
             assert time.monotonic() - start < 3
-            assert "Traceback" not in process.stderr.read()
-            connection.close()
+            assert process.stderr.read() == "objckpt: interrupted\n"
+            listing.close()
+            record.close()
 
 
 def test_json_of_all_verbs(weed_url, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from support.memory_store import MemoryBucket, MemoryStore
 import objckpt.store
 from objckpt.cli.main import run
 from objckpt.format import keys
+from objckpt.format.values import TensorLeaf, ViewSpec
 from objckpt.store import parse_url
 
 URL = "s3://bucket/run1"
@@ -82,10 +84,16 @@ def test_nothing_there(cli, bucket, tmp_path):
 def test_damaged_records_are_told_and_nothing_is_called_newest(cli, store):
     put_checkpoint(store, 1, STATE, seq=0)
     store.put(keys.record(1), b"garbage")
-    code, out, err = cli("ls", URL, "--json")
-    assert code == 5
-    assert [c["newest"] for c in json.loads(out)] == [False]
-    assert re.fullmatch(r"objckpt: error: log record 1 cannot be read: .*\n", err)
+    for form in ([], ["--json"]):
+        code, out, err = cli("ls", URL, *form)
+        assert code == 0
+        assert re.fullmatch(r"objckpt: warning: log record 1 cannot be read: .*\n", err)
+    good, bad = json.loads(out)
+    assert (good["step"], good["newest"], good["damaged"]) == (1, False, None)
+    assert (bad["step"], bad["seq"], bad["newest"]) == (None, 1, False) and bad["damaged"]
+    assert good.keys() == bad.keys()
+    code, out, err = cli("verify", URL)
+    assert code == 5 and "log record 1" in err
 
 
 def test_show(cli, store):
@@ -159,6 +167,25 @@ def test_restore_safetensors_says_what_it_cannot_hold(cli, store, tmp_path):
     assert code == 2 and "c (torch.complex128)" in err
     assert os.listdir(tmp_path) == []
     assert cli("restore", URL, "--out", str(tmp_path / "a.safetensors"), "--only", "ok")[0] == 0
+
+
+def test_restore_safetensors_of_tied_and_viewed_tensors(cli, store, tmp_path):
+    base = np.arange(12, dtype=np.float32)
+    leaf = TensorLeaf("w", view=ViewSpec("float32", 8, (2, 3), (1, 2)))
+    put_checkpoint(store, 1, {"w": base, "tied": TensorLeaf("w"), "view": leaf})
+    assert "shares w" in cli("show", URL)[1]
+    assert cli("restore", URL, "--out", str(tmp_path / "a.safetensors"))[0] == 0
+    found = load_file(tmp_path / "a.safetensors")
+    assert torch.equal(found["tied"], torch.from_numpy(base)) and torch.equal(found["w"], found["tied"])
+    assert found["view"].tolist() == [[2, 4, 6], [3, 5, 7]]
+
+
+def test_restore_safetensors_without_the_package(cli, store, tmp_path, monkeypatch):
+    put_checkpoint(store, 1, STATE)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    code, _, err = cli("restore", URL, "--out", str(tmp_path / "a.safetensors"))
+    assert code == 2 and "objckpt[safetensors]" in err
+    assert os.listdir(tmp_path) == []
 
 
 def test_restore_folder(cli, store, tmp_path):

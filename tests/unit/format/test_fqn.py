@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 
 from objckpt.format.fqn import to_fqn
 
-key = st.one_of(st.text(alphabet="a./%()0\x00é", max_size=4), st.integers(), st.booleans(), st.none(), st.binary(max_size=2))
+key = st.one_of(
+    st.text(alphabet="a./%()0\x00é", max_size=4), st.integers(), st.booleans(), st.none(), st.binary(max_size=2)
+)
 paths = st.lists(key, min_size=1, max_size=4).map(tuple)
 
 
