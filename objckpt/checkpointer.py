@@ -535,6 +535,13 @@ def _at_exit() -> None:
         os._exit(1)
 
 
+def _before_pools_end() -> None:
+    """The interpreter ends: executors refuse work from here on, and uploads in thread mode need them. Settle those now."""
+    for ckpt in list(_open):
+        if ckpt._pid == os.getpid() and ckpt.options.uploader == "thread":
+            ckpt._settle_all(None)
+
+
 def _after_fork() -> None:
     for ckpt in list(_open):
         if ckpt._agent is not None:
@@ -542,4 +549,5 @@ def _after_fork() -> None:
 
 
 atexit.register(_at_exit)
+threading._register_atexit(_before_pools_end)  # type: ignore[attr-defined]  # runs before that of concurrent.futures
 os.register_at_fork(after_in_child=_after_fork)

@@ -141,6 +141,7 @@ def append(store: Store, log: Log, make: Callable[[int, Log], R], *, deadline_s:
     while True:
         seq = log.next_seq
         record = make(seq, log)
+        decode(record.encode(), seq)  # what no reader could read must not get into the log
         unclear: StoreError | None = None
         try:
             _create(store, keys.record(seq), record.encode())

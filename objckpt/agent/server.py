@@ -158,6 +158,8 @@ class _Agent:
 
     async def _upload_and_commit(self, uploads: Uploads, message: Message) -> Message:
         assert self.arena is not None
+        if message["rebase"]:  # kept for the saves after this one, also when this one fails
+            self.parent = message["parent"]
         began_s, cpu_s = time.monotonic(), time.process_time()
         await asyncio.to_thread(self.writer.open)
         views, slab_bytes = self.arena.views(message["slabs"]), self.arena.slab_bytes
@@ -201,9 +203,8 @@ class _Agent:
         uploaded_s = time.monotonic()
         named = keys.parse_index(key)
         assert named is not None
-        parent = message["parent"] if message["rebase"] else self.parent
         meta = values.unpack(message["meta"], "metadata")
-        commit = await asyncio.to_thread(self.writer.commit, index, [(named.digest, len(data))], parent, meta)
+        commit = await asyncio.to_thread(self.writer.commit, index, [(named.digest, len(data))], self.parent, meta)
         self.parent = commit.seq
         return {
             "seq": commit.seq,

@@ -104,6 +104,8 @@ def start(
         old = load(directory)
         if old is not None and old.alive():
             raise UsageError(f"a server already runs in {directory} (pid {old.pid}, {old.endpoint_url})")
+        if old is not None and _all_free(old.ports):
+            _remove_sockets(old)  # left when it was killed together with us
         chosen = ports or (old.ports if old is not None and _all_free(old.ports) else _free_ports())
         for tries_left in (2, 1, 0):
             process = _spawn(weed, directory, bucket, chosen, die_with_parent)

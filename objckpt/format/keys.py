@@ -9,9 +9,9 @@ LOG = "log/"
 DATA = "data/"
 
 _RECORD = re.compile(r"log/(\d{20})\.msgpack")
-_INDEX = re.compile(r"data/(s\d{12}-[0-9A-Z]{26}-\d{4})/rank-(\d{5})\.([0-9a-f]{32})\.index")
-_PACK = re.compile(r"data/(s\d{12}-[0-9A-Z]{26}-\d{4})/rank-(\d{5})-(\d{4})\.pack")
-_ATTEMPT = re.compile(r"s(\d{12})-([0-9A-Z]{26})-(\d{4})")
+_INDEX = re.compile(r"data/(s\d{12}-[0-9A-Z]{26}-\d{4,9})/rank-(\d{5})\.([0-9a-f]{32})\.index")
+_PACK = re.compile(r"data/(s\d{12}-[0-9A-Z]{26}-\d{4,9})/rank-(\d{5})-(\d{4,9})\.pack")
+_ATTEMPT = re.compile(r"s(\d{12})-([0-9A-Z]{26})-(\d{4,9})")
 
 
 @dataclass(frozen=True, slots=True)

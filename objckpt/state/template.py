@@ -3,7 +3,7 @@
 Rules. Tensors are filled in place; those of a module on the meta device are made anew. In an `nn.Module` and in plain
 mappings the keys must agree in both directions. For any other object with `load_state_dict` (optimizers, schedulers,
 loaders) what was saved counts: a fresh optimizer has no state yet; but what it has already must be in the checkpoint.
-Mappings and lists of plain values are replaced by what was saved.
+Mappings and lists of plain values, and tuples that hold one, are replaced by what was saved.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Walk:
         elif isinstance(target, Mapping) and _holds_tensors(target):
             self.mapping(target, saved, path)
         elif type(target) in (list, tuple) and _holds_tensors(target) and type(saved) in (list, tuple):
-            if len(target) == len(saved):
+            if len(target) == len(saved) and not _is_value(target):
                 for i, (t, s) in enumerate(zip(target, saved, strict=True)):
                     self.visit(target, i, t, s, (*path, i))
             else:
@@ -254,6 +254,12 @@ def _leaf_names(value: Any, path: Path) -> list[str]:
     if type(value) in (list, tuple) and value:
         return [name for i, child in enumerate(value) for name in _leaf_names(child, (*path, i))]
     return [to_fqn(path)]
+
+
+def _is_value(value: Any) -> bool:
+    """Whether a sequence is a tuple that mixes tensors with values, such as numpy's RNG state: replaced as a whole."""
+    mixed = type(value) is tuple and not all(map(_holds_tensors, value))
+    return mixed and not any(callable(getattr(v, "load_state_dict", None)) for v in value)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -39,7 +39,7 @@ def train(state: dict[str, Any]) -> float:
     loss.backward()
     state["optim"].step()
     state["sched"].step()
-    return float(loss)
+    return loss.item()
 
 
 def same(a: Any, b: Any, where: str = "") -> None:

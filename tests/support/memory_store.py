@@ -68,9 +68,9 @@ class MemoryStore:
     """`Store` over a `MemoryBucket`."""
 
     def __init__(
-        self, bucket: MemoryBucket, url: str = "s3://bucket/prefix", options: StoreOptions | None = None
+        self, bucket: MemoryBucket | None = None, url: str = "s3://bucket/prefix", options: StoreOptions | None = None
     ) -> None:
-        self.bucket = bucket
+        self.bucket = bucket or MemoryBucket()
         self._location = parse_url(url)
         self._options = options or StoreOptions()
 

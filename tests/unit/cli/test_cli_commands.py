@@ -99,13 +99,13 @@ def test_damaged_records_are_told_and_nothing_is_called_newest(cli, store):
 def test_show(cli, store):
     put_checkpoint(store, 1, STATE, seq=0, meta={"loss": 0.5})
     put_checkpoint(store, 2, {"other": np.zeros(0, np.int8)}, seq=1)
-    code, out, err = cli("show", URL, "--step", "1", "--values")
+    code, out, err = cli("show", URL, "--step", "1")
     assert (code, err) == (0, "")
     assert re.search(r"^model/w +float32 +3×4 +48 B$", out, re.MULTILINE)
     assert re.search(r"^model/layers.0.b +int64 +5 +40 B$", out, re.MULTILINE)
     assert re.search(r"^optim/state/%\(0\)/step +7$", out, re.MULTILINE)
     assert '"loss": 0.5' in out
-    document = json.loads(cli("show", URL, "--json", "--values")[1])
+    document = json.loads(cli("show", URL, "--json")[1])
     assert document["step"] == 2 and document["value_list"] == []
     assert document["tensor_list"] == [{"fqn": "other", "dtype": "int8", "shape": [0], "bytes": 0, "shares": None}]
 
@@ -114,7 +114,7 @@ def test_hostile_texts_are_never_printed_raw(cli, store):
     evil = "x\x1b]0;owned\x07\u202e\nfake: line"
     state = {evil: {evil: np.ones(1), "v": evil}, "list": [evil]}
     put_checkpoint(store, 1, state, host=evil, meta={evil: evil})
-    for arguments in (["ls"], ["ls", "--json"], ["show", "--values"], ["show", "--values", "--json"], ["verify"]):
+    for arguments in (["ls"], ["ls", "--json"], ["show"], ["show", "--json"], ["verify"]):
         code, out, err = cli(*arguments, URL)
         assert code == 0, err
         assert all(c.isprintable() or c == "\n" for c in out + err), arguments

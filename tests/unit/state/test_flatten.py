@@ -312,7 +312,7 @@ def _freed() -> torch.Tensor:
         (lambda: Counter("ab"), "Counter"),
         (lambda: np.array([object()]), "object"),
         (lambda: np.ma.masked_array([1, 2]), "MaskedArray"),
-        (lambda: torch.Generator(), "Generator"),
+        (torch.Generator, "Generator"),
         (lambda: torch.nn.Linear, "type"),
         (lambda: {2, Mode.A}, "Mode"),
     ],

@@ -46,7 +46,7 @@ def test_e006_every_dtype_of_torch_is_staged_or_refused(dtype: torch.dtype) -> N
 
 
 def test_a_stored_dtype_that_this_torch_lacks() -> None:
-    with pytest.raises(UnsupportedDtypeError, match="w: stored as float2.*upgrade"):
+    with pytest.raises(UnsupportedDtypeError, match=r"w: stored as float2.*upgrade"):
         dtype_of("float2", "w")
 
 
@@ -64,7 +64,8 @@ def test_leaves_across_slabs(slab_bytes: int) -> None:
     flat = flatten(state)
     by_name = dict(zip([leaf.fqn for leaf in flat.leaves], staged(flat, slab_bytes=slab_bytes), strict=True))
     for leaf in flat.leaves:
-        assert by_name[leaf.fqn] == bytes(torch.clone(leaf.tensor, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy())  # fmt: skip
+        want = leaf.tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+        assert by_name[leaf.fqn] == bytes(want.view(torch.uint8).numpy())
 
 
 def test_a_strided_leaf_across_slabs_takes_a_small_temporary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +180,7 @@ class FakeModule:
         self.log: list[str] = []
         self.numbers = itertools.count()
 
-    def Stream(self, device: torch.device) -> Any:  # noqa: N802
+    def Stream(self, device: torch.device) -> Any:
         module, log = self, self.log
 
         class Event:

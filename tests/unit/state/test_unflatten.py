@@ -40,5 +40,5 @@ def test_nothing_is_unpickled_unless_asked() -> None:
 
 
 def test_a_dtype_of_a_newer_torch() -> None:
-    with pytest.raises(UnsupportedDtypeError, match="cfg/dt: .*upgrade torch"):
+    with pytest.raises(UnsupportedDtypeError, match=r"cfg/dt: .*upgrade torch"):
         to_python({"cfg": {"dt": TorchDtype("float2")}}, no_tensor)
