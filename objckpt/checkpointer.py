@@ -91,6 +91,8 @@ class Checkpointer:
         self._parent: int | None = None  # seq of the checkpoint that the live state descends from
         self._rebase = True  # whether the agent has to be told the parent
         self._step: int | None = None  # of that checkpoint
+        self.missing: list[str] = []  # of the last restore with strict=False: in the state only
+        self.unexpected: list[str] = []  # … in the checkpoint only
         self._closed = False
         _open.add(self)
 
@@ -167,7 +169,10 @@ class Checkpointer:
             stats.stage_s = time.perf_counter() - stage_s
             handle = self._send(step, flat.leaves, slabs, tree, packed_meta, stats, on_commit)
         except BaseException:
-            self._arena.release(slabs)
+            with self._lock:
+                sent = any(f.slabs is slabs for f in self._flights.values())
+            if not sent:
+                self._arena.release(slabs)
             raise
         stats.blocked_s = time.perf_counter() - began_s
         return handle
@@ -232,7 +237,8 @@ class Checkpointer:
         no step was named. Saves that follow count as descendants of the checkpoint restored.
 
         Args:
-            strict: every leaf of `into` must be in the checkpoint and the other way round.
+            strict: every leaf of `into` must be in the checkpoint and the other way round. With False the attributes
+                `missing` and `unexpected` list, by FQN, what was left out, and a warning tells it.
             only: patterns of FQNs (`"model/*"`) to restore; the rest stays untouched.
             cast: permit another floating dtype than the stored one.
 
@@ -248,7 +254,7 @@ class Checkpointer:
             return None
         commit = log.find(step)
         checkpoint = restore.open_checkpoint(self._store, commit)
-        restore.restore_into(
+        report = restore.restore_into(
             self._store,
             checkpoint,
             into,
@@ -259,6 +265,14 @@ class Checkpointer:
             progress=progress,
         )
         self._parent, self._step, self._rebase = commit.seq, commit.step, True
+        self.missing, self.unexpected = report.missing, report.unexpected
+        if report.missing or report.unexpected:
+            logger.warning(
+                "step %d: left as they were: %s; only in the checkpoint: %s",
+                commit.step,
+                ", ".join(report.missing) or "nothing",
+                ", ".join(report.unexpected) or "nothing",
+            )
         return commit.step
 
     def load(
@@ -389,11 +403,18 @@ class Checkpointer:
             agent.send(message)
         except AgentError as err:
             with self._lock:
-                self._flights.pop(number, None)
-            raise AgentError(f"step {step} was not saved: {err.message}", step=step) from err
+                mine = self._flights.pop(number, None) is not None
+            if mine:
+                raise AgentError(f"step {step} was not saved: {err.message}", step=step) from err
+            # else its end was noticed first: the handle has failed, and the slabs are given back
+        except BaseException:  # a signal's exception: how much of the message went out is not known
+            agent.hang_up()
+            raise
         return handle
 
     def _ensure_agent(self) -> AgentClient:
+        if self._agent is not None and self._agent.hung_up:
+            self._agent.join(None)
         if self._agent is None:
             self._meet_predecessor()
             hello: Message = {
@@ -437,7 +458,8 @@ class Checkpointer:
         self, number: int, flight: _Flight, *, seq: int | None = None, error: ObjckptError | None = None
     ) -> None:
         with self._lock:
-            self._flights.pop(number, None)
+            if self._flights.pop(number, None) is None:
+                return  # save() has raised its failure and given the slabs back
             if error is not None:
                 self._failed.append(flight.handle)
             else:
@@ -478,7 +500,13 @@ class Checkpointer:
             )
 
     def _committed_attempts(self) -> dict[str, Commit]:
-        options = replace(self._store_options, retry_deadline_s=_LOOK_AFTER_DEATH_S)
+        limit_s = _LOOK_AFTER_DEATH_S
+        options = replace(
+            self._store_options,
+            connect_timeout_s=min(limit_s, self._store_options.connect_timeout_s),
+            request_timeout_s=min(limit_s, self._store_options.request_timeout_s),
+            retry_deadline_s=limit_s,
+        )
         store = open_store(self.url, options)
         try:
             return {c.attempt: c for c in read_log(store, self._log).checkpoints}

@@ -37,6 +37,7 @@ class AgentClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._server: threading.Thread | None = None
         self._stderr = -1
+        self.hung_up = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(ours)
         if mode == "process":
@@ -62,6 +63,12 @@ class AgentClient:
     def join(self, timeout: float | None) -> None:
         """Wait until the agent has ended, after `bye`."""
         self._receiver.join(timeout)
+
+    def hang_up(self) -> None:
+        """Send nothing any more: the agent settles the saves it has got whole, reports them, and ends."""
+        self.hung_up = True
+        with contextlib.suppress(OSError):
+            self._channel.sock.shutdown(socket.SHUT_WR)
 
     def abandon(self) -> None:
         """In a forked child: close the copies of the descriptors, so that the parent's end is the only one."""

@@ -102,7 +102,9 @@ class _Agent:
             fd = os.pidfd_open(self.trainer_pid)
             select.select([fd], [], [])
             os.close(fd)
-        self._trainer_is_gone()
+        # What it sent last may still lie in the socket: let `_receive` read to the end, and tell then.
+        with contextlib.suppress(OSError):
+            self.channel.sock.shutdown(socket.SHUT_RD)
 
     def _trainer_is_gone(self) -> None:
         def tell() -> None:

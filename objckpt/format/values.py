@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import math
 import pathlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +66,7 @@ class Pickled:
 
 
 TUPLE, SET, FROZENSET, ORDERED, MAP, COMPLEX, BIGINT, NPSCALAR, NPARRAY, PATH = range(1, 11)
-DATETIME, DATE, TIMEDELTA, LEAF, TDTYPE, TDEVICE, TSIZE, PICKLED = range(11, 19)
+DATETIME, DATE, TIMEDELTA, LEAF, TDTYPE, TDEVICE, TSIZE, PICKLED, COUNTER = range(11, 20)
 
 MAX_BIGINT_BYTES = 1 << 16
 MAX_NPARRAY_BYTES = limits.MiB
@@ -116,7 +116,8 @@ def _encode(value: Any, path: tuple[Any, ...]) -> Any:
     if isinstance(value, np.generic) and value.dtype.kind in _NP_KINDS and not value.dtype.names:
         return _ext(NPSCALAR, [value.dtype.str, value.tobytes()])
     if isinstance(value, pathlib.PurePath):
-        return _ext(PATH, str(value)) if isinstance(value, pathlib.Path) else _fail(value, path)
+        short = isinstance(value, pathlib.Path) and len(str(value)) <= limits.MAX_FQN_BYTES
+        return _ext(PATH, str(value)) if short else _fail(value, path)
     return _fail(value, path)
 
 
@@ -183,6 +184,7 @@ def _datetime(value: dt.datetime, path: tuple[Any, ...]) -> Any:
 _ENCODERS: dict[type, Callable[[Any, tuple[Any, ...]], Any]] = {
     dict: _dict,
     OrderedDict: _ordered,
+    Counter: lambda v, p: _ext(COUNTER, _items(v, p)),  # MultiStepLR keeps its milestones in one
     list: _sequence,
     tuple: lambda v, p: _ext(TUPLE, _sequence(v, p)),
     set: _set(SET),
@@ -234,11 +236,13 @@ class _Decoder:
         if code in (TUPLE, SET, FROZENSET):
             self._require(type(body) is list, "sequence")
             return {TUPLE: tuple, SET: set, FROZENSET: frozenset}[code](body)
-        if code in (MAP, ORDERED):
-            pairs, meta = (body, None) if code == MAP else body
+        if code in (MAP, ORDERED, COUNTER):
+            pairs, meta = body if code == ORDERED else (body, None)
             self._require(type(pairs) is list and all(type(p) is list and len(p) == 2 for p in pairs), "map")
-            out: dict[Any, Any] = {} if code == MAP else OrderedDict()
-            out.update((k, v) for k, v in pairs)
+            kinds: dict[int, Callable[[], dict[Any, Any]]] = {MAP: dict, ORDERED: OrderedDict, COUNTER: Counter}
+            out = kinds[code]()
+            for key, item in pairs:
+                out[key] = item
             self._require(len(out) == len(pairs), "map with a key twice")
             if meta is not None:
                 out._metadata = meta  # type: ignore[attr-defined]

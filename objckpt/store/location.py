@@ -65,7 +65,7 @@ def parse_url(url: str) -> Location:
     bucket, _, prefix = url[len("s3://") :].partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise UsageError(
-            f"{why}; the bucket name {mask_url(bucket)!r} is empty or has characters outside [A-Za-z0-9._-]"
+            f"{why}; the bucket name {mask_url('s3://' + bucket)[5:]!r} is empty or has characters outside [A-Za-z0-9._-]"
         )
     segments = prefix.removesuffix("/").split("/") if prefix else []
     for segment in segments:

@@ -292,7 +292,6 @@ def test_urls_that_are_none(cli, url, tmp_path):
         assert (code, out) == (2, "") and "not a valid s3:// URI" in err
 
 
-@pytest.mark.xfail(reason="parse_url repeats the bucket's part of the URL unmasked")
 def test_a_password_in_the_url_is_not_repeated(cli):
     code, out, err = cli("ls", "s3://user:pa55word@bucket/p")
     assert (code, out) == (2, "") and "pa55word" not in err

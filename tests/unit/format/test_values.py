@@ -6,7 +6,7 @@ import datetime as dt
 import enum
 import math
 import pathlib
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import msgpack
 import numpy as np
@@ -40,6 +40,7 @@ trees = st.recursive(
         st.lists(inner, max_size=4).map(tuple),
         st.dictionaries(keys, inner, max_size=4),
         st.dictionaries(keys, inner, max_size=4).map(OrderedDict),
+        st.dictionaries(keys, st.integers(), max_size=4).map(Counter),
         st.frozensets(st.integers() | st.text(st.characters(exclude_categories=("Cs",))), max_size=4),
     ),
     max_leaves=20,
