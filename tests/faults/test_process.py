@@ -329,7 +329,7 @@ def test_exit_without_close_tells_a_loss(url, start, own):  # E048
 
 @pytest.mark.parametrize("how", ["save", "exit", "os._exit"])
 def test_a_forked_child(url, start, how):  # E045
-    trainer = start(mib=200, first=1, wait="none", restore=False, end=f"fork-{how}")
+    trainer = start(mib=128, first=1, wait="none", restore=False, end=f"fork-{how}")
     rc, errors = trainer.finish()
     assert rc == 0, errors
     assert trainer.until("forking") == ["1"]
@@ -352,6 +352,7 @@ def test_a_forked_child_that_outlives_the_trainer(url, start):
     assert steps(url) == [1]
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments(url, start):  # E024
     """Half of the rounds kill trainer and agent, half only the trainer, whose agent then finishes."""
     chance = random.Random(24)
@@ -408,6 +409,7 @@ def test_no_torch_where_it_is_not_needed(url):
         assert "torch" not in Path(f"/proc/{ckpt._agent.pid}/maps").read_text().lower()
 
 
+@pytest.mark.slow
 def test_memory_is_flat_and_the_agent_ends(url):
     def pss(pid: int | str) -> int:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
