@@ -122,7 +122,7 @@ def fork(how: str, ckpt: Any, step: int) -> None:
         if how == "save":
             began = time.monotonic()
             try:
-                ckpt.save(step, state_of(step, 1))
+                ckpt.save(step, {})  # no torch operation: OpenMP itself may hang in a forked child
             except Exception as err:
                 tell("child", type(err).__name__, time.monotonic() - began)
             os._exit(0)
