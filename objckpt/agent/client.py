@@ -143,7 +143,9 @@ def wait_for_predecessor(url: str, rank: int, bound_s: float) -> bool:
                 return False
         except OSError:
             return False
-        logger.info("the uploader of a former run still settles its saves to %s; waiting", url)
+        logger.warning(
+            "the uploader of a former run still settles its saves to %s; waiting at most %.0f s", url, bound_s
+        )
         began_s = time.monotonic()
         ended = bool(select.select([sock], [], [], bound_s)[0])
         waited_s = time.monotonic() - began_s

@@ -62,7 +62,8 @@ def command(
         for line in output.table(_HEAD, [_row(c, c.seq == newest) for c in found], _RIGHT):
             output.line(line)
     else:
-        output.message(f"no committed checkpoint under {store.url}")
+        what = "no checkpoint that can be read" if log.damaged else "no committed checkpoint"
+        output.message(f"{what} under {store.url}")
     for seq, why in log.damaged:
         output.message(f"warning: log record {seq} cannot be read: {why}")
     return 0
