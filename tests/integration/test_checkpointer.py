@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.snapshot import bits
+from support.roundtrip import bits
 
 from objckpt import Checkpointer, SaveOptions
 from objckpt.errors import NotCommittedError, StepOrderError, UsageError
