@@ -57,7 +57,7 @@ def roundtrip(state: Any, *, pickle: bool = False, slab_bytes: int = 4096) -> An
 def bits(tensor: torch.Tensor) -> bytes:
     """The row-major bytes, by another way than the code under test."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return bytes(as_bits(plain).clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist())
+    return as_bits(plain).clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def collect() -> None:
