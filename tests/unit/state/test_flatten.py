@@ -6,7 +6,7 @@ import pathlib
 import random
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
@@ -309,7 +309,7 @@ def _freed() -> torch.Tensor:
         (lambda: torch.nn.LazyLinear(2).weight, "run the lazy module"),
         (object, "builtins.object"),
         (lambda: Mode.A, "Mode"),
-        (lambda: Counter("ab"), "Counter"),
+        (lambda: deque("ab"), "deque"),
         (lambda: np.array([object()]), "object"),
         (lambda: np.ma.masked_array([1, 2]), "MaskedArray"),
         (torch.Generator, "Generator"),
