@@ -77,7 +77,7 @@ def test_empty_torn_and_missing(s3_url, tmp_path):
 
 
 def test_a_hundred_checkpoints_are_listed_fast(weed_url):
-    """The whole process within 1.5 s. On a machine that others keep busy only its CPU time tells something."""
+    """The whole process within 1.5 s, the best of three."""
     put_many(weed_url, 100)
     walls, cpus = [], []
     for _ in range(3):
@@ -88,8 +88,7 @@ def test_a_hundred_checkpoints_are_listed_fast(weed_url):
         cpus.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0 and len(done.stdout.splitlines()) == 101
     assert min(cpus) < 1.5
-    if os.getloadavg()[0] < (os.cpu_count() or 1):
-        assert min(walls) < 1.5
+    assert min(walls) < 1.5
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
