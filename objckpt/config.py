@@ -51,7 +51,7 @@ class SaveOptions:
 
     compression: Literal["none", "zstd"] = "none"
     chunk_bytes: int = limits.CHUNK_BYTES  # unit of checksum, codec and fetch
-    part_bytes: int = limits.PART_BYTES  # size of a multipart piece; grows where 10,000 parts would not do
+    part_bytes: int | None = None  # size of a multipart piece; None: 16 to 64 MiB, by the size of the state
     arena_bytes: int | None = None  # limit of the snapshot memory of this rank; None: one snapshot of the largest state
     on_busy: Literal["wait", "raise"] = "wait"  # a save while the arena is full
     uploader: Literal["process", "thread"] = "process"
@@ -67,7 +67,9 @@ class SaveOptions:
             raise UsageError(
                 f"chunk_bytes must be a multiple of 4096 in [4096, {limits.MAX_CHUNK_RAW_BYTES}], not {self.chunk_bytes}"
             )
-        if not limits.MIN_PART_BYTES <= self.part_bytes <= limits.SLAB_BYTES or limits.SLAB_BYTES % self.part_bytes:
+        if self.part_bytes is not None and (
+            not limits.MIN_PART_BYTES <= self.part_bytes <= limits.SLAB_BYTES or limits.SLAB_BYTES % self.part_bytes
+        ):
             raise UsageError(
                 f"part_bytes must divide {limits.SLAB_BYTES} and be in "
                 f"[{limits.MIN_PART_BYTES}, {limits.SLAB_BYTES}] (S3 refuses smaller parts), not {self.part_bytes}"

@@ -167,6 +167,9 @@ class _Agent:
         views, slab_bytes = self.arena.views(message["slabs"]), self.arena.slab_bytes
         metas = [_leaf_meta(row) for row in message["leaves"]]
         plans, total = plan.lay_out([row[-1] for row in message["leaves"]])
+        part_bytes = self.options.part_bytes or plan.part_bytes_for(
+            total, self.store_options.connections, self.options.compression
+        )
         encoded = Encoded()
         parts = encode(
             plans,
@@ -174,7 +177,7 @@ class _Agent:
             lambda start, nbytes: pieces(views, slab_bytes, start, nbytes),
             compression=self.options.compression,
             chunk_bytes=self.options.chunk_bytes,
-            part_bytes=self.options.part_bytes,
+            part_bytes=part_bytes,
             pool=self.pool,
             window=self.window,
             out=encoded,

@@ -33,7 +33,7 @@ class ShardEntry:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    digest: bytes  # XXH3-128 of the raw bytes
+    digest: int  # CRC-64/NVME of the raw bytes
     first_chunk: int
     chunk_count: int
 
@@ -138,7 +138,7 @@ class Index:
         f = wire.Fields(wire.unseal(wire.MAGIC_INDEX, limits.FORMAT_VERSION, data, what), what)
         packs = [(key, size) for key, size in f.rows("packs", str, int)]
         codecs: list[str] = f.get("codecs", list)
-        columns = (bytes, str, list, list, list, bytes, int, int)
+        columns = (bytes, str, list, list, list, int, int, int)
         index = cls(
             step=f.integer("step", 0, limits.MAX_STEP),
             attempt=f.text("attempt"),
@@ -162,7 +162,7 @@ def _shard(row: list[Any], what: str) -> ShardEntry:
     name = to_fqn(path)
     if dtype not in ITEMSIZE:
         raise FormatError(f"{what}: {name}: unknown dtype {dtype!r}; a newer objckpt may know it", what=what, fqn=name)
-    if len(name.encode()) > limits.MAX_FQN_BYTES or len(digest) != 16 or first < 0 or count < 0:
+    if len(name.encode()) > limits.MAX_FQN_BYTES or not 0 <= digest < 2**64 or first < 0 or count < 0:
         raise FormatError(f"{what}: {name[:200]}: malformed shard", what=what)
     shard = ShardEntry(
         path, dtype, dims(global_shape, what), dims(offset, what), dims(shape, what), digest, first, count

@@ -115,9 +115,9 @@ class _Sum:
 
     def __init__(self, shard: StoredShard) -> None:
         self.shard = shard
-        self.hasher = checksums.xxh128()
-        self.at = 0  # raw bytes hashed
-        self.ahead: dict[int, bytes] = {}  # start → raw bytes that came before their turn (a shard across packs)
+        self.digest = 0
+        self.at = 0  # raw bytes digested
+        self.ahead: dict[int, tuple[int, int]] = {}  # start → CRC and length of raw bytes that came before their turn
         self.problem: Problem | None = None
         self.key = ""
 
@@ -146,23 +146,18 @@ class _Sum:
         elif chunk.stored != chunk.raw:
             self._found("corrupt", f"{where}: a raw chunk of {chunk.stored} bytes, {chunk.raw} recorded")
             return
-        if start != self.at:
-            self.ahead[start] = bytes(raw)
-            return
-        self._hash(raw)
+        self.ahead[start] = (found if raw is stored else checksums.crc64(raw), len(raw))
         while self.at in self.ahead:
-            self._hash(memoryview(self.ahead.pop(self.at)))
+            crc, nbytes = self.ahead.pop(self.at)
+            self.digest = checksums.crc64_combine(self.digest, crc, nbytes)
+            self.at += nbytes
 
     def verdict(self) -> Problem | None:
         """The problem of this shard, once all its chunks were added."""
         entry = self.shard.entry
-        if self.problem is None and (self.at != entry.nbytes or self.hasher.digest() != entry.digest):
+        if self.problem is None and (self.at != entry.nbytes or self.digest != entry.digest):
             self._found("corrupt", "the digest of its raw bytes is not the recorded one")
         return self.problem
-
-    def _hash(self, raw: memoryview) -> None:
-        self.hasher.update(raw)
-        self.at += len(raw)
 
     def _found(self, kind: str, text: str) -> None:
         entry, rank = self.shard.entry, self.shard.index.rank

@@ -1,7 +1,7 @@
 """From snapshot to parts: chunk, digest, optionally compress, and cut the stream into multipart pieces. Blocking; no I/O.
 
-One pass: each piece of memory is read once for both checksums while it is in the cache. CRCs are taken of the runs between
-chunk and part borders and combined, so a chunk's and a part's need no second pass. Raw bytes are never copied.
+One pass: CRCs are taken of the runs between chunk and part borders, and a chunk's, a part's and a leaf's are combined from
+them. Raw bytes are never copied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Encoded:
     """What the index needs to know, filled while the parts are drawn; complete when they are exhausted."""
 
     rows: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)  # of the chunk table
-    digests: list[bytes] = field(default_factory=list)  # per leaf
+    digests: list[int] = field(default_factory=list)  # per leaf: CRC-64/NVME of its raw bytes
     pack_sizes: list[int] = field(default_factory=list)
 
 
@@ -45,6 +45,7 @@ class _Chunk:
     raw: int
     codec: int
     pieces: Pieces
+    crc: int | None = None  # of the raw bytes; None: they are `pieces`
 
 
 def encode(
@@ -64,8 +65,8 @@ def encode(
     With compression up to `window` chunks are encoded ahead in `pool`: the bound of the extra memory.
     """
     cutter = _Cutter(part_bytes, plan.pack_limit(part_bytes), out)
-    out.digests.extend([checksums.xxh128().digest()] * len(leaves))
-    chunks = _chunks(leaves, read, chunk_bytes, out)
+    out.digests.extend([0] * len(leaves))
+    chunks = _chunks(leaves, read, chunk_bytes)
     stream = chunks if compression == "none" else _compressed(chunks, itemsizes, compression, pool, window)
     for chunk in stream:
         yield from cutter.add(chunk)
@@ -73,16 +74,11 @@ def encode(
 
 
 def _chunks(
-    leaves: Sequence[plan.LeafPlan], read: Callable[[int, int], Pieces], chunk_bytes: int, out: Encoded
+    leaves: Sequence[plan.LeafPlan], read: Callable[[int, int], Pieces], chunk_bytes: int
 ) -> Iterator[_Chunk]:
     for number, leaf in enumerate(leaves):
-        hasher = checksums.xxh128()
         for start, nbytes in plan.chunks_of(leaf, chunk_bytes):
-            pieces = read(start, nbytes)
-            for piece in pieces:
-                hasher.update(piece)
-            yield _Chunk(number, nbytes, 0, pieces)
-        out.digests[number] = hasher.digest()
+            yield _Chunk(number, nbytes, 0, read(start, nbytes))
 
 
 def _compressed(
@@ -93,7 +89,9 @@ def _compressed(
     def work(chunk: _Chunk) -> _Chunk:
         raw = chunk.pieces[0] if len(chunk.pieces) == 1 else memoryview(b"".join(chunk.pieces))
         stored = codecs.encode(codec, raw, itemsizes[chunk.leaf])
-        return chunk if stored is None else _Chunk(chunk.leaf, chunk.raw, number, [memoryview(stored)])
+        if stored is None:
+            return chunk
+        return _Chunk(chunk.leaf, chunk.raw, number, [memoryview(stored)], checksums.crc64(raw))
 
     ahead: deque[Future[_Chunk]] = deque()
     try:
@@ -136,6 +134,8 @@ class _Cutter:
                 self.part.size += take
         self.pack_bytes += stored
         self.out.rows.append((row_pack, row_offset, stored, chunk.raw, chunk.codec, crc))
+        raw_crc = crc if chunk.crc is None else chunk.crc
+        self.out.digests[chunk.leaf] = checksums.crc64_combine(self.out.digests[chunk.leaf], raw_crc, chunk.raw)
 
     def finish(self) -> Iterator[Part]:
         if self.part.size:

@@ -89,9 +89,7 @@ def write_ranks(
         rows: list[tuple[int, int, int, int, int, int]] = []
         shards = []
         for path, dtype, global_shape, offset, shape, data in pieces:
-            shard = ShardEntry(path, dtype, global_shape, offset, shape, checksums.xxh128().digest(), len(rows), 0)
-            hasher = checksums.xxh128()
-            hasher.update(data)
+            shard = ShardEntry(path, dtype, global_shape, offset, shape, checksums.crc64(data), len(rows), 0)
             first = len(rows)
             for at in range(0, len(data), chunk_bytes):
                 raw = data[at : at + chunk_bytes]
@@ -103,7 +101,7 @@ def write_ranks(
                 rows.append((len(packs) - 1, len(packs[-1]), len(stored), len(raw), number, checksums.crc64(stored)))
                 packs[-1] += stored
             count = len(rows) - first
-            shards.append(ShardEntry(path, dtype, global_shape, offset, shape, hasher.digest(), first, count))
+            shards.append(ShardEntry(path, dtype, global_shape, offset, shape, shard.digest, first, count))
         names = [keys.pack(ATTEMPT, rank, n) for n in range(len(packs))]
         for name, pack in zip(names, packs, strict=True):
             store.put(name, bytes(pack))

@@ -17,7 +17,7 @@ ATTEMPT = keys.attempt(7, "0" * 26, 1)
 
 
 def make(**changes: object) -> Index:
-    shard = ShardEntry(("model", "w"), "float32", (4, 4), (0, 0), (4, 4), b"d" * 16, 0, 2)
+    shard = ShardEntry(("model", "w"), "float32", (4, 4), (0, 0), (4, 4), 2**64 - 1, 0, 2)
     index = Index(
         step=7,
         attempt=ATTEMPT,
@@ -55,7 +55,8 @@ def shard(**changes: object) -> Index:
         (shard(shape=(2**40, 2**40), global_shape=(2**40, 2**40)), "chunks hold"),
         (shard(shape=(-4, -4)), "negative"),
         (shard(dtype="float99"), "unknown dtype"),
-        (shard(digest=b"short"), "malformed shard"),
+        (shard(digest=b"short"), "shards"),
+        (shard(digest=-1), "malformed shard"),
         (shard(chunk_count=3), "chunks are missing"),
         (shard(path=()), "no path"),
         (shard(path=("x" * 5000,)), "malformed shard"),
