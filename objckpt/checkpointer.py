@@ -9,31 +9,19 @@ import secrets
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from objckpt import limits, restore
-from objckpt.agent.client import AgentClient, wait_for_predecessor
 from objckpt.agent.protocol import Message
 from objckpt.config import SaveOptions, StoreOptions
-from objckpt.errors import (
-    AgentError,
-    BusyError,
-    ForkError,
-    NotCommittedError,
-    ObjckptError,
-    StepOrderError,
-    UsageError,
-    WaitTimeout,
-    from_wire,
-)
+from objckpt.errors import BusyError, ForkError, NotCommittedError, ObjckptError, StepOrderError, UsageError
 from objckpt.events import Progress, ignore
-from objckpt.format import keys, values
+from objckpt.flights import Flights
+from objckpt.format import values
 from objckpt.format.records import Commit
 from objckpt.handle import SaveHandle, SaveStats
 from objckpt.log import Log, read_log
@@ -44,16 +32,7 @@ from objckpt.state.staging import Stager
 from objckpt.store import open_store
 
 logger = logging.getLogger("objckpt")
-_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-_LOOK_AFTER_DEATH_S = 5.0
-
-
-@dataclass
-class _Flight:
-    handle: SaveHandle
-    slabs: list[int]
-    attempt: str
-    on_commit: Callable[[int], None] | None
+_open: set[Checkpointer] = set()  # those with an uploader: kept until they are closed or the process ends
 
 
 class Checkpointer:
@@ -81,20 +60,19 @@ class Checkpointer:
         self._arena = Arena(
             limit_bytes=self.options.arena_bytes, on_segment=self._stager.pin, on_release=self._stager.unpin
         )
-        self._agent: AgentClient | None = None
-        self._lock = threading.Lock()
-        self._flights: dict[int, _Flight] = {}
-        self._failed: list[SaveHandle] = []
-        self._saves = 0
+        self._flights = Flights(
+            self.url,
+            self.session,
+            self._arena,
+            store=self._store_options,
+            options=self.options,
+            rank=0,
+            world_size=1,
+        )
         self._log: Log | None = None
-        self._met_predecessor = False
-        self._parent: int | None = None  # seq of the checkpoint that the live state descends from
-        self._rebase = True  # whether the agent has to be told the parent
-        self._step: int | None = None  # of that checkpoint
         self.missing: list[str] = []  # of the last restore with strict=False: in the state only
         self.unexpected: list[str] = []  # … in the checkpoint only
         self._closed = False
-        _open.add(self)
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +100,8 @@ class Checkpointer:
         self._check_usable()
         flat = flatten(state, pickle=self.options.pickle)
         self._arena.reserve(plan.slabs_for(sum(leaf.nbytes for leaf in flat.leaves)))
-        self._ensure_agent()
+        _open.add(self)
+        self._flights.start()
 
     def save(
         self,
@@ -155,7 +134,7 @@ class Checkpointer:
         """
         began_s = time.perf_counter()
         self._check_usable()
-        self._raise_failure()
+        self._flights.raise_failure()
         self._check_step(step, overwrite)
         flat = flatten(state, pickle=self.options.pickle)
         tree = values.pack(flat.tree)
@@ -167,11 +146,11 @@ class Checkpointer:
             stage_s = time.perf_counter()
             self._stager.stage(flat.leaves, [(p.start, p.nbytes) for p in plans], self._arena.views(slabs))
             stats.stage_s = time.perf_counter() - stage_s
-            handle = self._send(step, flat.leaves, slabs, tree, packed_meta, stats, on_commit)
+            _open.add(self)
+            content = _content(flat.leaves, tree, packed_meta)
+            handle = self._flights.send(step, slabs, content, stats, on_commit)
         except BaseException:
-            with self._lock:
-                sent = any(f.slabs is slabs for f in self._flights.values())
-            if not sent:
+            if not self._flights.owns(slabs):
                 self._arena.release(slabs)
             raise
         stats.blocked_s = time.perf_counter() - began_s
@@ -180,8 +159,8 @@ class Checkpointer:
     def wait(self, timeout: float | None = None) -> None:
         """Block until no save is in flight. Raises what `SaveHandle.wait_committed` raises; WaitTimeout after `timeout` s."""
         self._check_usable()
-        self._settle_all(timeout)
-        self._raise_failure()
+        self._flights.wait(timeout)
+        self._flights.raise_failure()
 
     def close(self, timeout: float | None = None) -> None:
         """Wait until every save has committed or failed, then end the uploader and free the snapshot memory. Idempotent.
@@ -193,19 +172,13 @@ class Checkpointer:
         if self._closed:
             return
         self._check_process()
-        self._settle_all(timeout)
-        agent = self._agent
+        self._flights.wait(timeout)
         self._closed = True
         _open.discard(self)
-        if agent is not None:
-            try:
-                agent.send({"type": "bye"})
-                agent.join(30)
-            except AgentError:
-                pass  # nothing was in flight: its end loses nothing
+        self._flights.close()
         self._arena.close()
         self._store.close()
-        self._raise_failure()
+        self._flights.raise_failure()
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -264,7 +237,7 @@ class Checkpointer:
             pickle=self.options.pickle,
             progress=progress,
         )
-        self._parent, self._step, self._rebase = commit.seq, commit.step, True
+        self._flights.rebase(commit.seq, commit.step)
         self.missing, self.unexpected = report.missing, report.unexpected
         if report.missing or report.unexpected:
             logger.warning(
@@ -312,25 +285,11 @@ class Checkpointer:
         if self._closed:
             raise UsageError("this Checkpointer is closed: make a new one")
 
-    def _raise_failure(self) -> None:
-        failed = [h for h in self._failed if not h.reported]
-        self._failed.clear()
-        if not failed:
-            return
-        for handle in failed:
-            handle.reported = True
-        error = failed[0].exception()
-        assert error is not None
-        for handle in failed[1:]:
-            error.add_note(f"also: {handle.exception()}")
-        raise error
-
     def _check_step(self, step: int, overwrite: bool) -> None:
         if type(step) is not int or not 0 <= step <= limits.MAX_STEP:
             raise UsageError(f"step must be an int in [0, {limits.MAX_STEP}], not {step!r}")
-        with self._lock:
-            known = [f.handle.step for f in self._flights.values()]
-        newest = max([*known, -1 if self._step is None else self._step])
+        known = self._flights.step
+        newest = max([*self._flights.steps, -1 if known is None else known])
         if step <= newest and not overwrite:
             raise StepOrderError(
                 f"step {step} comes not after step {newest}, which is already saved here; pass overwrite=True to save it "
@@ -349,8 +308,7 @@ class Checkpointer:
         began_s = time.perf_counter()
         slabs = arena.acquire(count, 0)
         if slabs is None:
-            with self._lock:
-                steps = ", ".join(str(f.handle.step) for f in self._flights.values())
+            steps = ", ".join(map(str, self._flights.steps))
             if self.options.on_busy == "raise":
                 raise BusyError(f"the save of step {steps} still holds the snapshot memory", steps=steps)
             slabs = arena.acquire(count, None)
@@ -359,184 +317,20 @@ class Checkpointer:
             logger.warning("save waited %.2f s for the upload of step %s", stats.wait_s, steps)
         return slabs
 
-    def _send(
-        self,
-        step: int,
-        leaves: list[Leaf],
-        slabs: list[int],
-        tree: bytes,
-        meta: bytes,
-        stats: SaveStats,
-        on_commit: Callable[[int], None] | None,
-    ) -> SaveHandle:
-        agent = self._ensure_agent()
-        self._saves += 1
-        number = self._saves
-        handle = SaveHandle(step, stats)
-        with self._lock:
-            self._flights[number] = _Flight(handle, slabs, keys.attempt(step, self.session, number), on_commit)
-            parent, rebase, self._rebase = self._parent, self._rebase, False
-        message: Message = {
-            "type": "save",
-            "save": number,
-            "step": step,
-            "attempt": number,
-            "slabs": slabs,
-            "leaves": [
-                [
-                    values.pack(leaf.path),
-                    leaf.dtype,
-                    list(leaf.shape),
-                    [0] * len(leaf.shape),
-                    list(leaf.shape),
-                    leaf.nbytes,
-                ]
-                for leaf in leaves
-            ],
-            "itemsizes": [leaf.itemsize for leaf in leaves],
-            "tree": tree,
-            "meta": meta,
-            "parent": parent,
-            "rebase": rebase,
-        }
-        try:
-            agent.send(message)
-        except AgentError as err:
-            with self._lock:
-                mine = self._flights.pop(number, None) is not None
-            if mine:
-                raise AgentError(f"step {step} was not saved: {err.message}", step=step) from err
-            # else its end was noticed first: the handle has failed, and the slabs are given back
-        except BaseException:  # a signal's exception: how much of the message went out is not known
-            agent.hang_up()
-            raise
-        return handle
-
-    def _ensure_agent(self) -> AgentClient:
-        if self._agent is not None and self._agent.hung_up:
-            self._agent.join(None)
-        if self._agent is None:
-            self._meet_predecessor()
-            hello: Message = {
-                "type": "hello",
-                "url": self.url,
-                "store": self._store_options.to_wire(),
-                "options": self.options.to_wire(),
-                "session": self.session,
-                "rank": 0,
-                "world_size": 1,
-                "pid": os.getpid(),
-            }
-            self._rebase = True
-            self._agent = AgentClient(
-                self.options.uploader, hello, on_message=self._on_message, on_end=self._on_agent_end
-            )
-            self._agent.send({"type": "arena", "slab_bytes": self._arena.slab_bytes}, self._arena.fd)
-        return self._agent
-
-    def _on_message(self, message: Message) -> None:
-        if message["type"] == "ready":
-            return
-        with self._lock:
-            if message["type"] == "progress":
-                if message["save"] in self._flights:
-                    self._flights[message["save"]].handle.stats.sent_bytes = message["sent_bytes"]
-                return
-            flight = self._flights.get(message["save"])
-        if flight is None:
-            return
-        if message["type"] == "committed":
-            stats = flight.handle.stats
-            stats.sent_bytes = stats.stored_bytes = message["stored_bytes"]
-            stats.upload_s, stats.commit_s = message["upload_s"], message["commit_s"]
-            stats.agent_cpu_s = message["agent_cpu_s"]
-            self._settle(message["save"], flight, seq=message["seq"])
-        else:
-            self._settle(message["save"], flight, error=from_wire(message["error"]))
-
-    def _settle(
-        self, number: int, flight: _Flight, *, seq: int | None = None, error: ObjckptError | None = None
-    ) -> None:
-        with self._lock:
-            if self._flights.pop(number, None) is None:
-                return  # save() has raised its failure and given the slabs back
-            if error is not None:
-                self._failed.append(flight.handle)
-            else:
-                if not self._rebase:
-                    self._parent = seq
-                    self._step = flight.handle.step
-        self._arena.release(flight.slabs)
-        if error is not None:
-            logger.error("%s", error)
-        flight.handle._settle(seq=seq, error=error)
-        if error is None and flight.on_commit is not None:
-            try:
-                flight.on_commit(flight.handle.step)
-            except Exception:
-                logger.exception("on_commit of step %d raised", flight.handle.step)
-
-    def _on_agent_end(self, why: str) -> None:
-        """In the agent client's thread: whatever is in flight has failed, unless its commit record is there."""
-        self._agent = None
-        with self._lock:
-            self._rebase = True
-            flights = dict(self._flights)
-        if not flights:
-            return
-        committed = self._committed_attempts()
-        for number, flight in flights.items():
-            step, record = flight.handle.step, committed.get(flight.attempt)
-            if record is not None:
-                self._parent, self._step = record.seq, step
-                self._settle(number, flight, seq=record.seq)
-                continue
-            self._settle(
-                number,
-                flight,
-                error=AgentError(
-                    f"step {step} was not committed to {self.url}: {why}; the next save starts a new one", step=step
-                ),
-            )
-
-    def _committed_attempts(self) -> dict[str, Commit]:
-        limit_s = _LOOK_AFTER_DEATH_S
-        options = replace(
-            self._store_options,
-            connect_timeout_s=min(limit_s, self._store_options.connect_timeout_s),
-            request_timeout_s=min(limit_s, self._store_options.request_timeout_s),
-            retry_deadline_s=limit_s,
-        )
-        store = open_store(self.url, options)
-        try:
-            return {c.attempt: c for c in read_log(store, self._log).checkpoints}
-        except ObjckptError:
-            return {}
-        finally:
-            store.close()
-
-    def _settle_all(self, timeout: float | None) -> None:
-        end = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            handles = [f.handle for f in self._flights.values()]
-        for handle in handles:
-            left = None if end is None else max(0.0, end - time.monotonic())
-            if not handle._settled.wait(left):
-                raise WaitTimeout(
-                    f"not finished: step {handle.step} is still being uploaded to {self.url} after {timeout} s",
-                    step=handle.step,
-                )
-
-    def _meet_predecessor(self) -> None:
-        if not self._met_predecessor:
-            wait_for_predecessor(self.url, 0, self.options.linger_s)
-            self._met_predecessor = True
-
     def _read_log(self) -> Log:
         self._check_usable()
-        self._meet_predecessor()
+        self._flights.meet_predecessor()
         self._log = read_log(self._store, self._log)
         return self._log
+
+
+def _content(leaves: list[Leaf], tree: bytes, meta: bytes) -> Message:
+    """What the agent has to know of a snapshot beside its bytes."""
+    rows = [
+        [values.pack(leaf.path), leaf.dtype, list(leaf.shape), [0] * len(leaf.shape), list(leaf.shape), leaf.nbytes]
+        for leaf in leaves
+    ]
+    return {"leaves": rows, "itemsizes": [leaf.itemsize for leaf in leaves], "tree": tree, "meta": meta}
 
 
 def _ulid() -> str:
@@ -567,13 +361,12 @@ def _before_pools_end() -> None:
     """The interpreter ends: executors refuse work from here on, and uploads in thread mode need them. Settle those now."""
     for ckpt in list(_open):
         if ckpt._pid == os.getpid() and ckpt.options.uploader == "thread":
-            ckpt._settle_all(None)
+            ckpt._flights.wait(None)
 
 
 def _after_fork() -> None:
     for ckpt in list(_open):
-        if ckpt._agent is not None:
-            ckpt._agent.abandon()
+        ckpt._flights.abandon()
 
 
 atexit.register(_at_exit)

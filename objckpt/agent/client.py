@@ -38,6 +38,7 @@ class AgentClient:
         self._server: threading.Thread | None = None
         self._stderr = -1
         self.hung_up = False
+        self.ended = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(ours)
         if mode == "process":
@@ -113,6 +114,7 @@ class AgentClient:
                 self._process.wait(5)
         if self._server is not None:
             self._server.join(5)
+        self.ended = True
         self._on_end(f"the uploader ended unexpectedly{self._last_words()}")
         self._channel.sock.close()
         if self._stderr >= 0:

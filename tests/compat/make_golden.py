@@ -9,15 +9,13 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-from support.memory_store import MemoryBucket, MemoryStore, MemoryUploads
+from support.memory_engine import memory_engine
+from support.memory_store import MemoryBucket
 
-import objckpt.agent.server
-import objckpt.checkpointer
 from objckpt import Checkpointer, SaveOptions
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
@@ -39,11 +37,7 @@ def state() -> dict[Any, Any]:
 
 def main() -> None:
     bucket = MemoryBucket()
-    with (
-        mock.patch.object(objckpt.checkpointer, "open_store", lambda url, options=None: MemoryStore(bucket, url)),
-        mock.patch.object(objckpt.agent.server, "open_store", lambda url, options=None: MemoryStore(bucket, url)),
-        mock.patch.object(objckpt.agent.server, "open_uploads", lambda url, options: MemoryUploads(bucket, url)),
-    ):
+    with memory_engine(bucket):
         for step, compression in ((1, "none"), (2, "zstd")):
             options = SaveOptions(uploader="thread", compression=compression, chunk_bytes=4096)
             with Checkpointer(URL, options=options) as ckpt:

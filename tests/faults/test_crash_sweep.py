@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.memory_store import MemoryBucket, MemoryStore, MemoryUploads
+from support.memory_engine import memory_engine
+from support.memory_store import MemoryBucket, MemoryStore
 
-import objckpt.agent.server
-import objckpt.checkpointer
+import objckpt.save.commit
 from objckpt import Checkpointer, SaveOptions, limits, restore
 from objckpt.errors import AmbiguousWriteError, ObjckptError, StoreError
 from objckpt.log import read_log
@@ -39,13 +39,7 @@ class Dying:
 
 @contextmanager
 def engine(bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def store(url: str, options: object = None) -> MemoryStore:
-        return MemoryStore(bucket, url)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(objckpt.checkpointer, "open_store", store)
-        patch.setattr(objckpt.agent.server, "open_store", store)
-        patch.setattr(objckpt.agent.server, "open_uploads", lambda url, options: MemoryUploads(bucket, url))
+    with monkeypatch.context() as patch, memory_engine(bucket):
         patch.setattr(objckpt.save.commit.LogWriter, "__init__", _impatient(objckpt.save.commit.LogWriter.__init__))
         yield
 

@@ -226,8 +226,8 @@ def test_a_killed_agent_is_told_at_once_and_replaced(url, own):
         epoch = ckpt.checkpoints()[0].epoch
         with stopped(own):
             handle = ckpt.save(2, state_of(2, 32))
-            assert ckpt._agent is not None and ckpt._agent.pid is not None
-            os.kill(ckpt._agent.pid, signal.SIGKILL)
+            assert ckpt._flights.agent is not None and ckpt._flights.agent.pid is not None
+            os.kill(ckpt._flights.agent.pid, signal.SIGKILL)
             began_s = time.monotonic()
             with pytest.raises(AgentError, match=r"step 2 was not committed .*exit status -9") as caught:
                 handle.wait_committed(30)
@@ -243,8 +243,8 @@ def test_a_killed_agent_with_a_store_that_answers(url):
     with Checkpointer(url) as ckpt:
         ckpt.prepare(state_of(1, 300))
         handle = ckpt.save(1, state_of(1, 300))
-        assert ckpt._agent is not None and ckpt._agent.pid is not None
-        os.kill(ckpt._agent.pid, signal.SIGKILL)
+        assert ckpt._flights.agent is not None and ckpt._flights.agent.pid is not None
+        os.kill(ckpt._flights.agent.pid, signal.SIGKILL)
         began_s = time.monotonic()
         with pytest.raises(AgentError, match="step 1 "):
             handle.wait_committed(30)
@@ -405,8 +405,8 @@ def test_no_torch_where_it_is_not_needed(url):
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
     with Checkpointer(url) as ckpt:
         ckpt.save(1, state_of(1, 1)).wait_committed(LIMIT_S)
-        assert ckpt._agent is not None
-        assert "torch" not in Path(f"/proc/{ckpt._agent.pid}/maps").read_text().lower()
+        assert ckpt._flights.agent is not None
+        assert "torch" not in Path(f"/proc/{ckpt._flights.agent.pid}/maps").read_text().lower()
 
 
 @pytest.mark.slow
@@ -423,8 +423,8 @@ def test_memory_is_flat_and_the_agent_ends(url):
         sizes = []
         for step in range(1, 11):
             ckpt.save(step, state).wait_committed(LIMIT_S)
-            assert ckpt._agent is not None and ckpt._agent.pid is not None
-            agent = ckpt._agent.pid
+            assert ckpt._flights.agent is not None and ckpt._flights.agent.pid is not None
+            agent = ckpt._flights.agent.pid
             sizes.append(both())
     assert max(sizes[3:]) - sizes[2] < 48 << 20, sizes
     assert not is_agent(agent)
@@ -457,8 +457,8 @@ def test_a_signal_while_save_sends(url, monkeypatch):
     """Half of the message is out when the exception comes: that save fails, the ones before and after commit."""
     with Checkpointer(url) as ckpt:
         ckpt.save(1, state_of(1, 1))
-        assert ckpt._agent is not None
-        sock, lock = ckpt._agent._channel.sock, ckpt._agent._channel._sending
+        assert ckpt._flights.agent is not None
+        sock, lock = ckpt._flights.agent._channel.sock, ckpt._flights.agent._channel._sending
 
         def interrupted(*_: object) -> None:
             with lock:
@@ -466,7 +466,7 @@ def test_a_signal_while_save_sends(url, monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(ckpt._agent._channel, "send", interrupted)
+            patch.setattr(ckpt._flights.agent._channel, "send", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ckpt.save(2, state_of(2, 1))
         with pytest.raises(AgentError, match="step 2 was not committed"):

@@ -64,17 +64,17 @@ def main(url: str, given: dict[str, Any]) -> None:
         step = (0 if found is None else found) + 1 if step is None else step
     if opt["prepare"]:
         ckpt.prepare(state_of(0, opt["mib"]))
-        tell("agent", ckpt._agent.pid)
+        tell("agent", ckpt._flights.agent.pid)
     if opt["stdin"]:
         tell("waiting")
         sys.stdin.readline()
     try:
         for number in range(opt["saves"]):
             handle = ckpt.save(step + number, state_of(step + number, opt["mib"], opt["seed"]))
-            tell("saved", step + number, ckpt._agent.pid)
+            tell("saved", step + number, ckpt._flights.agent.pid)
             if opt["wait"] == "each" or (opt["wait"] == "last" and number == opt["saves"] - 1):
                 handle.wait_committed()
-                tell("committed", step + number, handle.seq, ckpt._agent.pid)
+                tell("committed", step + number, handle.seq, ckpt._flights.agent.pid)
             time.sleep(opt["pause_s"])
     except ObjckptError as err:
         tell("error", type(err).__name__, json.dumps(str(err)))
@@ -116,7 +116,7 @@ def end(how: str, ckpt: Any, step: int) -> None:
 
 def fork(how: str, ckpt: Any, step: int) -> None:
     """A child as DataLoader makes it, while the parent's save is in flight."""
-    tell("forking", int(bool(ckpt._flights)))
+    tell("forking", int(bool(ckpt._flights.steps)))
     child = os.fork()
     if child == 0:
         if how == "save":
@@ -137,7 +137,7 @@ def fork(how: str, ckpt: Any, step: int) -> None:
         watchdog.start()
         _, status = os.waitpid(child, 0)
         watchdog.cancel()
-        tell("child-ended", os.waitstatus_to_exitcode(status), int(bool(ckpt._flights)))
+        tell("child-ended", os.waitstatus_to_exitcode(status), int(bool(ckpt._flights.steps)))
 
 
 if __name__ == "__main__":
