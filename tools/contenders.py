@@ -34,10 +34,12 @@ def make_state(nbytes: int) -> State:
             if left < math.prod(shape):
                 shape = (left,)  # the rest
             if left > 0:
-                repeats = -(-math.prod(shape) // len(pattern))
-                part[f"block{n // len(shapes)}.{n % len(shapes)}"] = (
-                    (pattern + n).repeat(repeats)[: math.prod(shape)].clone().view(shape)
-                )
+                tensor = torch.empty(
+                    math.prod(shape)
+                )  # filled in place: temporaries would stay in the process's memory
+                for piece in tensor.split(len(pattern)):
+                    torch.add(pattern[: len(piece)], n, out=piece)
+                part[f"block{n // len(shapes)}.{n % len(shapes)}"] = tensor.view(shape)
                 left -= math.prod(shape)
         n += 1
     return state
