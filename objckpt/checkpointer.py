@@ -9,25 +9,38 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from objckpt import limits, restore
 from objckpt.agent.protocol import Message
 from objckpt.config import SaveOptions, StoreOptions
-from objckpt.errors import BusyError, ForkError, NotCommittedError, ObjckptError, StepOrderError, UsageError
+from objckpt.errors import (
+    BusyError,
+    ForkError,
+    NotCommittedError,
+    ObjckptError,
+    StepOrderError,
+    UsageError,
+)
 from objckpt.events import Progress, ignore
 from objckpt.flights import Flights
 from objckpt.format import values
+from objckpt.format.index import PER_RANK
 from objckpt.format.records import Commit
+from objckpt.group import Group, can_send
 from objckpt.handle import SaveHandle, SaveStats
 from objckpt.log import Log, read_log
+from objckpt.restore.into import Restoration
+from objckpt.restore.removed import unless_removed
+from objckpt.restore.share import Sharing
 from objckpt.save import plan
 from objckpt.save.arena import Arena
-from objckpt.state.flatten import Leaf, flatten
+from objckpt.state.flatten import Flat, flatten
 from objckpt.state.staging import Stager
 from objckpt.store import open_store
 
@@ -51,10 +64,8 @@ class Checkpointer:
         self.options = options or SaveOptions()
         self._store = open_store(url, self._store_options)
         self.url = self._store.url
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and torch.distributed.get_world_size() > 1:
-            raise UsageError("objckpt does not save from several ranks yet")
-        self.session = _ulid()
+        self.group = Group.of_this_process()
+        self.session: str = self.group.broadcast(_ulid())
         self._pid = os.getpid()
         self._stager = Stager()
         self._arena = Arena(
@@ -66,8 +77,8 @@ class Checkpointer:
             self._arena,
             store=self._store_options,
             options=self.options,
-            rank=0,
-            world_size=1,
+            rank=self.group.rank,
+            world_size=self.group.size,
         )
         self._log: Log | None = None
         self.missing: list[str] = []  # of the last restore with strict=False: in the state only
@@ -91,14 +102,14 @@ class Checkpointer:
 
     # ---- saving -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, state: Mapping[Any, Any]) -> None:
+    def prepare(self, state: Mapping[Any, Any], *, per_rank: Mapping[Any, Any] | None = None) -> None:
         """Make the first save as fast as the later ones: start the uploader and bring the snapshot memory in.
 
         Returns at once; the memory (the size of the state) becomes resident in the background. Call it when the state has
         its final size: for optimizers that is after the first step.
         """
         self._check_usable()
-        flat = flatten(state, pickle=self.options.pickle)
+        flat = self._flatten(state, per_rank)
         self._arena.reserve(plan.slabs_for(sum(leaf.nbytes for leaf in flat.leaves)))
         _open.add(self)
         self._flights.start()
@@ -108,6 +119,7 @@ class Checkpointer:
         step: int,
         state: Mapping[Any, Any],
         *,
+        per_rank: Mapping[Any, Any] | None = None,
         meta: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         on_commit: Callable[[int], None] | None = None,
@@ -121,6 +133,7 @@ class Checkpointer:
             step: the training step, 0 or more; above every step saved so far in this line of checkpoints.
             state: nested mappings, lists and tuples of tensors (any dtype, device and stride), plain values, and objects
                 with `state_dict()`. Tensors that share memory are stored once.
+            per_rank: the same for what belongs to this rank alone, such as random number generators and data loaders.
             meta: a small mapping of plain values, shown by `objckpt show`.
             overwrite: permit a step that is already saved. The new checkpoint becomes the newest; the old one is kept.
             on_commit: called with `step` from a background thread once the checkpoint is committed.
@@ -136,8 +149,9 @@ class Checkpointer:
         self._check_usable()
         self._flights.raise_failure()
         self._check_step(step, overwrite)
-        flat = flatten(state, pickle=self.options.pickle)
-        tree = values.pack(flat.tree)
+        number = self._flights.number(step)
+        flat = self._flatten(state, per_rank)
+        tree = self._tree(flat)
         packed_meta = values.pack(dict(meta) if meta is not None else None)
         plans, total = plan.lay_out([leaf.nbytes for leaf in flat.leaves])
         stats = SaveStats(staged_bytes=total)
@@ -147,8 +161,8 @@ class Checkpointer:
             self._stager.stage(flat.leaves, [(p.start, p.nbytes) for p in plans], self._arena.views(slabs))
             stats.stage_s = time.perf_counter() - stage_s
             _open.add(self)
-            content = _content(flat.leaves, tree, packed_meta)
-            handle = self._flights.send(step, slabs, content, stats, on_commit)
+            content = _content(flat, tree, packed_meta)
+            handle = self._flights.send(step, number, slabs, content, stats, on_commit)
         except BaseException:
             if not self._flights.owns(slabs):
                 self._arena.release(slabs)
@@ -197,10 +211,12 @@ class Checkpointer:
         self,
         into: Mapping[Any, Any],
         *,
-        step: int | None = None,
+        step: int | str | None = None,
+        per_rank: MutableMapping[Any, Any] | None = None,
         strict: bool = True,
         only: str | list[str] | None = None,
         cast: bool = False,
+        read_sharing: Literal["auto", "off"] = "auto",
         progress: Progress = ignore,
     ) -> int | None:
         """Fill `into` from the newest committed checkpoint, or from that of `step`. Blocks. Returns the step.
@@ -212,32 +228,58 @@ class Checkpointer:
         Args:
             strict: every leaf of `into` must be in the checkpoint and the other way round. With False the attributes
                 `missing` and `unexpected` list, by FQN, what was left out, and a warning tells it.
+            step: a step, "step@seq" for exactly one of several commits of a step, or a tag.
+            per_rank: what `save` was given as `per_rank`, to be filled with that of this rank.
             only: patterns of FQNs (`"model/*"`) to restore; the rest stays untouched.
             cast: permit another floating dtype than the stored one.
+            read_sharing: in a job of several ranks "auto" lets each read a part of the tensors that all hold alike, and pass
+                it on; "off" makes each read for itself.
+
+        In a job of several ranks all must call this, with parts of the same state; it communicates. When it fails on one
+        rank it raises on all: the failure there, PeerError elsewhere.
 
         Raises:
-            NotCommittedError: `step` is not committed.
+            NotCommittedError: `step` is not committed, or was removed while it was being read.
+            PeerError: another rank has failed.
             MismatchError: leaves are missing, unexpected, or differ in shape or dtype; it lists all of them, nothing was
                 touched.
-            IntegrityError, FormatError: stored bytes are not what was written.
+            FormatError: stored bytes are not what was written.
             StoreError: the store cannot be read. Never taken for "no checkpoint".
         """
-        log = self._read_log()
-        if step is None and not log.checkpoints and not log.damaged:
+        commit = self._choose(step)
+        if commit is None:
             return None
-        commit = log.find(step)
-        checkpoint = restore.open_checkpoint(self._store, commit)
-        report = restore.restore_into(
-            self._store,
-            checkpoint,
-            into,
-            strict=strict,
-            only=only,
-            cast=cast,
-            pickle=self.options.pickle,
-            progress=progress,
-        )
+        group, target = self.group, dict(into)
+        if per_rank is not None:
+            target[PER_RANK] = {group.rank: per_rank}
+
+        def match() -> Restoration:
+            for near in (group.rank if group.size > 1 else None, None):
+                checkpoint = restore.open_checkpoint(self._store, commit, near=near)
+                checkpoint = replace(checkpoint, tree=_own_part(checkpoint.tree, target, group.rank))
+                work = Restoration(
+                    self._store, checkpoint, target, strict=strict, only=only, cast=cast,
+                    pickle=self.options.pickle, progress=progress,
+                )  # fmt: skip
+                if work.covered:
+                    break
+            return work
+
+        with unless_removed(self._store, commit):
+            work = group.together(match)
+            sharing = None
+            if read_sharing == "auto" and group.size > 1:
+                sharing = Sharing(group, can_send)
+                work.fills = sharing.mine(work.fills)
+            group.together(work.fetch)
+            if sharing is not None:
+                sharing.exchange()
+            group.together(work.hand_over)
+        if per_rank is not None and target[PER_RANK][group.rank] is not per_rank:  # replaced as a whole
+            per_rank.clear()
+            per_rank.update(target[PER_RANK][group.rank])
         self._flights.rebase(commit.seq, commit.step)
+        report = work.report
         self.missing, self.unexpected = report.missing, report.unexpected
         if report.missing or report.unexpected:
             logger.warning(
@@ -250,7 +292,7 @@ class Checkpointer:
 
     def load(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         device: str | torch.device = "cpu",
         only: str | list[str] | None = None,
@@ -261,17 +303,28 @@ class Checkpointer:
         Tensors that were tied are tied again. Raises as `restore` does; NotCommittedError when there is no checkpoint.
         """
         commit = self._read_log().find(step)
-        checkpoint = restore.open_checkpoint(self._store, commit)
-        return restore.load(
-            self._store, checkpoint, device=device, only=only, pickle=self.options.pickle, progress=progress
-        )
+        with unless_removed(self._store, commit):
+            checkpoint = restore.open_checkpoint(self._store, commit)
+            return restore.load(
+                self._store, checkpoint, device=device, only=only, pickle=self.options.pickle, progress=progress
+            )
 
-    def open(self, step: int | None = None) -> Mapping[str, Any]:
+    def open(self, step: int | str | None = None) -> Mapping[str, Any]:
         """A lazy, read-only mapping from FQN to value or tensor; a tensor's slice fetches only the chunks it needs."""
         commit = self._read_log().find(step)
         return restore.lazy(self._store, restore.open_checkpoint(self._store, commit))
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _flatten(self, state: Mapping[Any, Any], per_rank: Mapping[Any, Any] | None) -> Flat:
+        group, pickle = self.group, self.options.pickle
+        return flatten(state, pickle=pickle, per_rank=per_rank, rank=group.rank, world_size=group.size)
+
+    def _tree(self, flat: Flat) -> bytes | None:
+        """The tree for this rank's index: rank 0's has the whole one, the others' what is their own."""
+        if self.group.rank:
+            return None if flat.own is None else values.pack(flat.own)
+        return values.pack(flat.tree if flat.own is None else {**flat.tree, **flat.own})
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -317,6 +370,19 @@ class Checkpointer:
             logger.warning("save waited %.2f s for the upload of step %s", stats.wait_s, steps)
         return slabs
 
+    def _choose(self, step: int | str | None) -> Commit | None:
+        """The checkpoint to restore, the same on all ranks; None when there is none and no step was named."""
+        self._check_usable()
+        self.group.together(self._flights.meet_predecessor)  # every rank's, before rank 0 lists
+
+        def find() -> Commit | None:
+            if self.group.rank:
+                return None
+            log = self._read_log()
+            return None if step is None and not log.checkpoints and not log.damaged else log.find(step)
+
+        return self.group.broadcast(self.group.together(find))
+
     def _read_log(self) -> Log:
         self._check_usable()
         self._flights.meet_predecessor()
@@ -324,13 +390,34 @@ class Checkpointer:
         return self._log
 
 
-def _content(leaves: list[Leaf], tree: bytes, meta: bytes) -> Message:
+def _own_part(tree: dict[Any, Any], target: Mapping[Any, Any], rank: int) -> dict[Any, Any]:
+    """The tree with that of `per_rank` which belongs to this rank, where it is asked for."""
+    if PER_RANK not in tree:
+        return tree
+    rest = {key: part for key, part in tree.items() if key != PER_RANK}
+    if PER_RANK not in target:
+        return rest
+    part = tree[PER_RANK]
+    return rest | {PER_RANK: {rank: part[rank]} if isinstance(part, dict) and rank in part else part}
+
+
+def _content(flat: Flat, tree: bytes | None, meta: bytes) -> Message:
     """What the agent has to know of a snapshot beside its bytes."""
-    rows = [
-        [values.pack(leaf.path), leaf.dtype, list(leaf.shape), [0] * len(leaf.shape), list(leaf.shape), leaf.nbytes]
-        for leaf in leaves
-    ]
-    return {"leaves": rows, "itemsizes": [leaf.itemsize for leaf in leaves], "tree": tree, "meta": meta}
+    rows = []
+    for leaf in flat.leaves:
+        shape = list(leaf.shape)
+        whole = shape if leaf.global_shape is None else list(leaf.global_shape)
+        offset = [0] * len(shape) if leaf.offset is None else list(leaf.offset)
+        rows.append([values.pack(leaf.path), leaf.dtype, whole, offset, shape, leaf.nbytes])
+    return {
+        "leaves": rows,
+        "itemsizes": [leaf.itemsize for leaf in flat.leaves],
+        "tree": tree,
+        "meta": meta,
+        "replicated": [list(row) for row in flat.replicated],
+        "global_bytes": flat.global_bytes,
+        "tensors": flat.tensors,
+    }
 
 
 def _ulid() -> str:

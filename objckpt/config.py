@@ -55,8 +55,11 @@ class SaveOptions:
     arena_bytes: int | None = None  # limit of the snapshot memory of this rank; None: one snapshot of the largest state
     on_busy: Literal["wait", "raise"] = "wait"  # a save while the arena is full
     uploader: Literal["process", "thread"] = "process"
+    rank_deadline_s: float = 600.0  # how long a rank that is done waits for the others, and they for rank 0's commit
     linger_s: float = 600.0  # how long the agent goes on uploading after the trainer died
     pickle: bool = False  # True: values outside the format's types are pickled
+    keep_last: int | None = None  # after each commit the older checkpoints under the URL are removed; None: all stay
+    keep_every: int | None = None  # of those, the steps that it divides stay; so do tagged ones and the one resumed from
 
     def __post_init__(self) -> None:
         choices = {"compression": ("none", "zstd"), "on_busy": ("wait", "raise"), "uploader": ("process", "thread")}
@@ -76,8 +79,16 @@ class SaveOptions:
             )
         if self.arena_bytes is not None and self.arena_bytes < limits.SLAB_BYTES:
             raise UsageError(f"arena_bytes must be >= one slab ({limits.SLAB_BYTES}), not {self.arena_bytes}")
+        if not self.rank_deadline_s > 0:
+            raise UsageError(f"rank_deadline_s must be > 0 seconds, not {self.rank_deadline_s}")
         if not self.linger_s >= 0:
             raise UsageError(f"linger_s must be >= 0 seconds, not {self.linger_s}")
+        for name in ("keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name} must be an int >= 1, or None to keep all checkpoints, not {value!r}")
+        if self.keep_every is not None and self.keep_last is None:
+            raise UsageError("keep_every spares steps from keep_last: give keep_last, too")
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)

@@ -133,6 +133,12 @@ class SaveError(ObjckptError):
     kind = "save-failed"
 
 
+class PeerError(ObjckptError):
+    """Another rank failed in what all ranks do together; `context`: ranks."""
+
+    kind = "peer"
+
+
 class AgentError(SaveError):
     """The uploader process died or cannot be started."""
 

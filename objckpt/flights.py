@@ -63,6 +63,7 @@ class Flights:
         self._flying: dict[int, _Flight] = {}
         self._failed: list[SaveHandle] = []
         self._saves = 0
+        self._tries: dict[int, int] = {}  # step → how often it was tried here: the same on all ranks
         self._met_predecessor = False
         self._parent: int | None = None  # seq of the checkpoint that the live state descends from
         self._rebase = True  # whether the agent has to be told the parent
@@ -109,6 +110,7 @@ class Flights:
     def send(
         self,
         step: int,
+        attempt_number: int,
         slabs: list[int],
         content: Message,
         stats: SaveStats,
@@ -124,10 +126,10 @@ class Flights:
         number = self._saves
         handle = SaveHandle(step, stats)
         with self._lock:
-            attempt = keys.attempt(step, self.session, number)
+            attempt = keys.attempt(step, self.session, attempt_number)
             self._flying[number] = _Flight(handle, slabs, attempt, on_commit)
             parent, rebase, self._rebase = self._parent, self._rebase, False
-        head = {"type": "save", "save": number, "step": step, "attempt": number, "slabs": slabs}
+        head = {"type": "save", "save": number, "step": step, "attempt": attempt_number, "slabs": slabs}
         try:
             agent.send(head | content | {"parent": parent, "rebase": rebase})
         except AgentError as err:
@@ -140,6 +142,11 @@ class Flights:
             agent.hang_up()
             raise
         return handle
+
+    def number(self, step: int) -> int:
+        """The number of the next attempt at a step. Counted before anything can fail, so that ranks agree on it."""
+        self._tries[step] = self._tries.get(step, 0) + 1
+        return self._tries[step]
 
     def owns(self, slabs: list[int]) -> bool:
         """Whether these slabs belong to a save in flight."""

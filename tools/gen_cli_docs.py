@@ -27,7 +27,7 @@ characters escaped.
 """
 
 # What a class name alone does not say; the rest comes from the classes.
-FIRST_CODES = {0: "done", 1: "another error", 2: "wrong usage"}
+FIRST_CODES = {0: "done", 1: "`diff`: the two differ; another error", 2: "wrong usage"}
 
 
 def page() -> str:
@@ -43,9 +43,9 @@ def page() -> str:
 def section(name: str, command: Any) -> str:
     """One verb: its help text, and a table of its arguments and options."""
     rows = [row(p) for p in command.params if not p.hidden]
-    usage = " ".join(
-        ["objckpt", name, "[OPTIONS]", *(p.metavar for p in command.params if p.param_type_name == "argument")]
-    )
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    takes = (p.metavar if p.required else f"[{p.metavar}]" for p in arguments)
+    usage = " ".join(["objckpt", name, "[OPTIONS]", *takes])
     text = inspect.cleandoc(command.help or "").replace("\b\n", "")
     table = "\n".join(["| option | meaning | default |", "| --- | --- | --- |", *rows])
     return f"## objckpt {name}\n\n```\n{usage}\n```\n\n{text}\n\n{table}\n"
@@ -54,7 +54,7 @@ def section(name: str, command: Any) -> str:
 def row(param: Any) -> str:
     """A line of the table."""
     if param.param_type_name == "argument":
-        return f"| `{param.metavar}` | {param.help} | required |"
+        return f"| `{param.metavar}` | {param.help} | {'required' if param.required else ''} |"
     takes = f" {param.metavar}" if param.metavar else ""
     names = ", ".join(f"`{name}{takes}`" for name in [*param.opts, *param.secondary_opts]).replace("|", "\\|")
     return f"| {names} | {param.help.replace('|', chr(92) + '|')} | {default(param)} |"

@@ -17,12 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from objckpt.agent.protocol import Channel, Message, agent_address
+from objckpt.agent.retention import Retention
 from objckpt.config import SaveOptions, StoreOptions
-from objckpt.errors import ObjckptError, SaveError
+from objckpt.errors import ConnectError, ObjckptError, SaveError
 from objckpt.format import checksums, keys, values
-from objckpt.save import plan
+from objckpt.format.index import Index
+from objckpt.format.records import Commit
+from objckpt.save import gather, plan
 from objckpt.save.arena import ArenaReader, pieces
-from objckpt.save.commit import LeafMeta, LogWriter, build_index, index_object
+from objckpt.save.commit import LeafMeta, LogWriter, Sizes, build_index, index_object
 from objckpt.save.encode import Encoded, encode
 from objckpt.save.upload import upload_packs
 from objckpt.store import Uploads, open_store, open_uploads
@@ -56,6 +59,9 @@ class _Agent:
         self.options = SaveOptions(**hello["options"])
         self.trainer_pid: int = hello["pid"]
         self.parent: int | None = None
+        self.resumed: int | None = None  # the checkpoint that this session started from; retention keeps it
+        self.stage = ""  # of the save at work: open, upload, commit
+        self.door: socket.socket | None = None
         self.arena: ArenaReader | None = None
         self.inbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self.trainer_gone = asyncio.Event()
@@ -72,6 +78,13 @@ class _Agent:
             threading.Thread(target=self._meet_successors, name="objckpt-agent-meet", daemon=True).start()
         self.store = open_store(self.url, self.store_options)
         self.writer = LogWriter(self.store, self.session, self.world_size, self.store_options.retry_deadline_s)
+        self.retention = Retention(
+            lambda options: open_store(self.url, options),
+            self.store_options,
+            self.options,
+            self.session,
+            warn=lambda text: self._tell({"type": "warning", "text": text}),
+        )
         work = asyncio.create_task(self._work())
         gone = asyncio.create_task(self._linger_is_over())
         try:
@@ -126,12 +139,19 @@ class _Agent:
                 agent_address(self.url, self.rank)
             )  # taken: another live job writes the same prefix from this host
             door.listen(16)
+            self.door = door
             guests = []
             while True:
                 guest, _ = door.accept()
                 guests.append(guest)  # kept open until this process ends
                 with contextlib.suppress(OSError):
                     guest.sendall(b"T" if _alive(self.trainer_pid) else b"L")
+
+    def _part_with_successors(self) -> None:
+        """All saves are settled: nobody has to wait for what is done after that."""
+        with contextlib.suppress(OSError):
+            if self.door is not None:
+                self.door.shutdown(socket.SHUT_RDWR)
 
     def _tell(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # a dead trainer needs no report
@@ -147,23 +167,35 @@ class _Agent:
                     self.arena = ArenaReader(self.channel.fds.pop(0), message["slab_bytes"])
                 elif message["type"] == "save":
                     await self._save(uploads, message)
+            self._part_with_successors()
+            await self.retention.finish()
 
     async def _save(self, uploads: Uploads, message: Message) -> None:
         number, step = message["save"], message["step"]
+        attempt = keys.attempt(step, self.session, message["attempt"])
+        self.stage = "open"
         try:
-            done = await self._upload_and_commit(uploads, message)
+            done = await self._upload_and_commit(uploads, message, attempt)
         except Exception as err:
             logger.debug("save of step %s failed", step, exc_info=True)
             self._tell({"type": "failed", "save": number, "error": _save_error(step, self.url, err).to_wire()})
+            if self.stage != "commit":
+                await asyncio.to_thread(gather.abandon, self.writer, attempt, str(err), self.rank, self.world_size)
+            # Nobody but rank 0 commits. After that stage the record may be there, or come yet: a collection decides then.
+            if self.rank == 0 and self.stage == "upload" and not isinstance(err, ConnectError):
+                self.retention.after_failure(self.writer.log, attempt)
         else:
             self._tell({"type": "committed", "save": number, **done})
+            if self.rank == 0:
+                self.retention.after_commit(self.writer.log, self.writer.epoch, self.resumed)
 
-    async def _upload_and_commit(self, uploads: Uploads, message: Message) -> Message:
+    async def _upload_and_commit(self, uploads: Uploads, message: Message, attempt: str) -> Message:
         assert self.arena is not None
         if message["rebase"]:  # kept for the saves after this one, also when this one fails
-            self.parent = message["parent"]
+            self.parent = self.resumed = message["parent"]
         began_s, cpu_s = time.monotonic(), time.process_time()
-        await asyncio.to_thread(self.writer.open)
+        if self.rank == 0:
+            await asyncio.to_thread(self.writer.open)
         views, slab_bytes = self.arena.views(message["slabs"]), self.arena.slab_bytes
         metas = [_leaf_meta(row) for row in message["leaves"]]
         plans, total = plan.lay_out([row[-1] for row in message["leaves"]])
@@ -182,7 +214,7 @@ class _Agent:
             window=self.window,
             out=encoded,
         )
-        attempt = keys.attempt(message["step"], self.session, message["attempt"])
+        self.stage = "upload"
         await upload_packs(
             uploads,
             parts,
@@ -202,14 +234,12 @@ class _Agent:
             encoded=encoded,
             chunk_bytes=self.options.chunk_bytes,
             tree=message["tree"],
+            replicated=[(fqn, digest) for fqn, digest in message["replicated"]],
         )
         key, data = index_object(index)
         await uploads.put(key, [memoryview(data)], checksums.crc64(data))
         uploaded_s = time.monotonic()
-        named = keys.parse_index(key)
-        assert named is not None
-        meta = values.unpack(message["meta"], "metadata")
-        commit = await asyncio.to_thread(self.writer.commit, index, [(named.digest, len(data))], self.parent, meta)
+        commit = await asyncio.to_thread(self._commit, index, message)
         self.parent = commit.seq
         return {
             "seq": commit.seq,
@@ -219,6 +249,24 @@ class _Agent:
             "commit_s": time.monotonic() - uploaded_s,
             "agent_cpu_s": time.process_time() - cpu_s,
         }
+
+    def _commit(self, index: Index, message: Message) -> Commit:
+        """The manifest of a checkpoint whose index this rank has written: appended by rank 0, waited for by the others."""
+        deadline_s = self.options.rank_deadline_s
+        if self.rank:
+            self.stage = "commit"
+            return gather.wait_for_outcome(self.writer, index.attempt, deadline_s)
+        if self.world_size == 1:
+            key, data = index_object(index)
+            named = keys.parse_index(key)
+            assert named is not None
+            ranks, packs = [(named.digest, len(data))], sum(size for _, size in index.packs)
+        else:
+            ranks, packs = gather.wait_for_ranks(self.store, index, deadline_s)
+        self.stage = "commit"
+        sizes = Sizes(raw_bytes=message["global_bytes"], stored_bytes=packs, tensors=message["tensors"])
+        meta = values.unpack(message["meta"], "metadata")
+        return self.writer.commit(index, ranks, self.parent, meta, sizes)
 
     def _progress(self, save: int, total: int) -> Any:
         sent, told_s = 0, 0.0

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,11 +85,13 @@ def start(
     deadline_s: float = 60.0,
     die_with_parent: bool = False,
     ports: dict[str, int] | None = None,
+    options: Sequence[str] = (),
 ) -> LocalServer:
     """Start a server with its data in `directory` and wait until it takes requests and has `bucket`. Blocks.
 
     `die_with_parent`: the kernel kills it when the calling thread ends; else it goes on until `stop`. `ports`: these
     and no others; by default those of the last start in this directory when they are free, else random free ones.
+    `options`: further ones of `weed mini`.
 
     Raises:
         UsageError: not installed, a bucket name that S3 does not allow, or a server already runs in this directory.
@@ -108,7 +110,7 @@ def start(
             _remove_sockets(old)  # left when it was killed together with us
         chosen = ports or (old.ports if old is not None and _all_free(old.ports) else _free_ports())
         for tries_left in (2, 1, 0):
-            process = _spawn(weed, directory, bucket, chosen, die_with_parent)
+            process = _spawn(weed, directory, bucket, chosen, die_with_parent, options)
             server = LocalServer(
                 directory=directory, bucket=bucket, pid=process.pid, ticks=_start_ticks(process.pid) or 0, ports=chosen
             )
@@ -198,11 +200,12 @@ def _check_bucket(bucket: str) -> None:
 
 
 def _spawn(
-    weed: str, directory: str, bucket: str, ports: dict[str, int], die_with_parent: bool
+    weed: str, directory: str, bucket: str, ports: dict[str, int], die_with_parent: bool, options: Sequence[str]
 ) -> subprocess.Popen[bytes]:
     command = [weed, "-logtostderr", "mini", f"-dir={directory}/data", f"-ip={HOST}", f"-ip.bind={HOST}"]
     command += [f"-{name}.port={port}" for name, port in ports.items()] + [f"-bucket={bucket}"]
     command += ["-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
+    command += options
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "S3_", "WEED_"))}
     # Without a limit of its own, Go's collector lets the server grow to over 1 GB.
     environment |= {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}

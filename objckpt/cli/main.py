@@ -1,6 +1,7 @@
 """The command `objckpt`: its verbs, and what becomes of errors.
 
-Exit codes: 0 done; 2 wrong usage; others are those of the exception classes in `objckpt.errors`; 128 + n for signal n.
+Exit codes: 0 done; 1 `diff` found differences; 2 wrong usage; others are those of the exception classes in
+`objckpt.errors`; 128 + n for signal n.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def build_app() -> typer.Typer:
     """The typer application, made on each call: importing this module imports no typer."""
     import typer
 
-    from objckpt.cli import local, ls, restore, show, verify
+    from objckpt.cli import diff, gc, local, ls, restore, rm, show, tag, verify
 
     app = typer.Typer(
         name="objckpt",
@@ -111,6 +112,8 @@ def build_app() -> typer.Typer:
             output.line(f"objckpt {__version__}")
             raise typer.Exit
 
-    for name, module in (("ls", ls), ("show", show), ("restore", restore), ("verify", verify), ("local", local)):
+    verbs = {"ls": ls, "show": show, "restore": restore, "verify": verify, "diff": diff}
+    verbs |= {"rm": rm, "tag": tag, "gc": gc, "local": local}
+    for name, module in verbs.items():
         app.command(name)(module.command)
     return app

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +16,8 @@ Url = Annotated[
     str, typer.Argument(metavar="URL", help="Where the checkpoints are: s3://bucket/prefix.", show_default=False)
 ]
 Step = Annotated[
-    int | None, typer.Option("--step", metavar="N", min=0, help="The checkpoint of this step; the newest by default.")
+    str | None,
+    typer.Option("--step", metavar="STEP", help="The checkpoint: STEP, STEP@SEQ or a tag; the newest by default."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors, as OBJCKPT_DEBUG=1 does.")]
@@ -32,6 +36,36 @@ Addressing = Annotated[
 CaBundle = Annotated[
     str | None, typer.Option("--ca-bundle", metavar="FILE", help="PEM file of the authorities to trust.")
 ]
+
+
+def takes_store(verb: Callable[..., int]) -> Callable[..., int]:
+    """Make a verb with a parameter `options: StoreOptions` a command: its own options, then the store's and --debug.
+
+    typer reads the signature of what this returns: that of the verb, with the parameters of `_given` for `options`.
+    """
+    own = inspect.signature(verb, eval_str=True)
+    shared = inspect.signature(_given, eval_str=True).parameters
+
+    @functools.wraps(verb)
+    def command(**values: Any) -> int:
+        options = _given(**{name: values.pop(name) for name in shared})
+        return verb(**values, options=options)
+
+    kept = [p for p in own.parameters.values() if p.name != "options"]
+    command.__signature__ = own.replace(parameters=[*kept, *shared.values()])  # type: ignore[attr-defined]
+    return command
+
+
+def _given(
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: Profile = None,
+    addressing: Addressing = "path",
+    ca_bundle: CaBundle = None,
+    debug: Debug = False,  # read by `main` from the command line
+) -> StoreOptions:
+    """The options of the store that a command line gave. UsageError for a value that is not acceptable."""
+    return store_options(endpoint_url, region, profile, addressing, ca_bundle)
 
 
 def store_options(

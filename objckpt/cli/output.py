@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,11 +18,19 @@ _drawing = False
 
 
 def prepare() -> None:
-    """Make stdout and stderr take any text, whatever the locale."""
+    """Make stdout and stderr take any text, whatever the locale, and the library's warnings messages of ours."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
+    logger = logging.getLogger("objckpt")
+    if not any(isinstance(handler, _Messages) for handler in logger.handlers):
+        logger.addHandler(_Messages(logging.WARNING))
+
+
+class _Messages(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        message(f"warning: {record.getMessage()}")
 
 
 def line(text: str = "") -> None:

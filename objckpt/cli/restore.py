@@ -12,18 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from objckpt.cli import output
-from objckpt.cli.options import (
-    Addressing,
-    CaBundle,
-    Debug,
-    EndpointUrl,
-    Json,
-    Profile,
-    Region,
-    Step,
-    Url,
-    store_options,
-)
+from objckpt.cli.options import Json, Step, Url, takes_store
+from objckpt.config import StoreOptions
 from objckpt.errors import FormatError, MismatchError, UsageError
 
 if TYPE_CHECKING:
@@ -48,6 +38,7 @@ Pickle = Annotated[
 ]
 
 
+@takes_store
 def command(
     url: Url,
     out: Out,
@@ -56,12 +47,8 @@ def command(
     force: Force = False,
     pickle: Pickle = False,
     json: Json = False,
-    endpoint_url: EndpointUrl = None,
-    region: Region = None,
-    profile: Profile = None,
-    addressing: Addressing = "path",
-    ca_bundle: CaBundle = None,
-    debug: Debug = False,
+    *,
+    options: StoreOptions,
 ) -> int:
     """Restore a checkpoint to local files; checks every byte.
 
@@ -71,16 +58,17 @@ def command(
     """
     from objckpt.log import read_log
     from objckpt.restore import open_checkpoint
+    from objckpt.restore.removed import unless_removed
     from objckpt.store import open_store
 
     kind = _kind_of(out)
     if kind != "folder":
         _check_target(out, force)
-    store = open_store(url, store_options(endpoint_url, region, profile, addressing, ca_bundle))
+    store = open_store(url, options)
     commit = read_log(store).find(step)
-    checkpoint = open_checkpoint(store, commit)
     write = {"pt": _write_pt, "safetensors": _write_safetensors, "folder": _write_folder}[kind]
-    with output.progress("restore") as progress:
+    with unless_removed(store, commit), output.progress("restore") as progress:
+        checkpoint = open_checkpoint(store, commit)
         job = _Job(store, checkpoint, only or None, pickle, progress, force)
         files = write(job, out)
     if json:

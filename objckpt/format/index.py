@@ -10,7 +10,7 @@ import numpy as np
 
 from objckpt import limits
 from objckpt.errors import FormatError
-from objckpt.format import keys, wire
+from objckpt.format import checksums, keys, wire
 from objckpt.format.dtypes import ITEMSIZE
 from objckpt.format.fqn import to_fqn
 from objckpt.format.values import dims
@@ -21,6 +21,7 @@ from objckpt.geometry import Box
 CHUNK_DTYPE = np.dtype(
     [("pack", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("codec", "u1"), ("crc", "<u8")]
 )
+PER_RANK = "per_rank"  # the part of the tree that has what belongs to single ranks
 _COLUMNS = tuple(CHUNK_DTYPE.names or ())
 
 
@@ -101,6 +102,14 @@ class Index:
     chunks: ChunkTable
     codecs: list[str]
     tree: bytes | None = field(default=None, repr=False)
+    replicated: list[tuple[str, int]] = field(
+        default_factory=list, repr=False
+    )  # FQN and digest of what ranks have alike
+
+    @property
+    def signature(self) -> str:
+        """16 hex digits that are the same for all ranks of a checkpoint: of what they have alike."""
+        return checksums.digest_hex(wire.pack([list(row) for row in self.replicated]))[:16]
 
     def encode(self) -> bytes:
         return wire.seal(
@@ -129,6 +138,7 @@ class Index:
                 "chunk_count": len(self.chunks),
                 "chunks": self.chunks.encode(),
                 "tree": self.tree,
+                "replicated": [list(row) for row in self.replicated],
             },
         )
 
@@ -149,6 +159,7 @@ class Index:
             chunks=ChunkTable.decode(f.get("chunks", bytes), f.integer("chunk_count", 0, 2**32), what),
             codecs=codecs,
             tree=f.get("tree", bytes, type(None)),
+            replicated=[(fqn, digest) for fqn, digest in f.rows("replicated", str, int)],
         )
         _check(index, what)
         return index

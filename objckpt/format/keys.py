@@ -9,7 +9,8 @@ LOG = "log/"
 DATA = "data/"
 
 _RECORD = re.compile(r"log/(\d{20})\.msgpack")
-_INDEX = re.compile(r"data/(s\d{12}-[0-9A-Z]{26}-\d{4,9})/rank-(\d{5})\.([0-9a-f]{32})\.index")
+_INDEX = re.compile(r"data/(s\d{12}-[0-9A-Z]{26}-\d{4,9})/rank-(\d{5})\.([0-9a-f]{32})\.([0-9a-f]{16})\.index")
+_FAILED = re.compile(r"data/s\d{12}-[0-9A-Z]{26}-\d{4,9}/rank-(\d{5})\.failed")
 _PACK = re.compile(r"data/(s\d{12}-[0-9A-Z]{26}-\d{4,9})/rank-(\d{5})-(\d{4,9})\.pack")
 _ATTEMPT = re.compile(r"s(\d{12})-([0-9A-Z]{26})-(\d{4,9})")
 
@@ -19,6 +20,7 @@ class IndexName:
     attempt: str
     rank: int
     digest: str
+    signature: str
 
 
 def record(seq: int) -> str:
@@ -43,13 +45,24 @@ def attempt_prefix(attempt: str) -> str:
     return f"{DATA}{attempt}/"
 
 
-def index(attempt: str, rank: int, digest: str) -> str:
-    return f"{DATA}{attempt}/rank-{rank:05d}.{digest}.index"
+def index(attempt: str, rank: int, digest: str, signature: str) -> str:
+    return f"{DATA}{attempt}/rank-{rank:05d}.{digest}.{signature}.index"
 
 
 def parse_index(key: str) -> IndexName | None:
     found = _INDEX.fullmatch(key)
-    return IndexName(found[1], int(found[2]), found[3]) if found else None
+    return IndexName(found[1], int(found[2]), found[3], found[4]) if found else None
+
+
+def failed(attempt: str, rank: int) -> str:
+    """A rank's word that its part of an attempt will never come; its bytes say why."""
+    return f"{DATA}{attempt}/rank-{rank:05d}.failed"
+
+
+def parse_failed(key: str) -> int | None:
+    """The rank of a failure's key; None when the key is none."""
+    found = _FAILED.fullmatch(key)
+    return int(found[1]) if found else None
 
 
 def pack(attempt: str, rank: int, number: int) -> str:

@@ -12,6 +12,8 @@ from objckpt.format import keys, values, wire
 
 WRITE_ID_BYTES = 16
 _HEX32 = re.compile(r"[0-9a-f]{32}")
+_HEX16 = re.compile(r"[0-9a-f]{16}")
+_TAG = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 _ULID = re.compile(r"[0-9A-Z]{26}")
 
 
@@ -67,18 +69,50 @@ class Commit(Record):
     stored_bytes: int
     tensors: int
     ranks: list[tuple[str, int]]  # per rank: digest (32 hex) and size of its index
+    signature: str  # 16 hex: what all ranks have alike, see SPEC.md; part of the indexes' names
     foreign_packs: list[str] = field(default_factory=list)  # packs of older attempts that the indexes refer to
     meta: Any = None  # the user's metadata, a neutral value
 
     def body(self) -> dict[str, Any]:
-        names = ("step", "attempt", "parent", "world_size", "raw_bytes", "stored_bytes", "tensors", "foreign_packs")
+        names = ("step", "attempt", "parent", "world_size", "raw_bytes", "stored_bytes", "tensors", "foreign_packs",
+            "signature")  # fmt: skip
         return {n: getattr(self, n) for n in names} | {
             "ranks": [list(r) for r in self.ranks],
             "meta": values.pack(self.meta),
         }
 
     def index_key(self, rank: int) -> str:
-        return keys.index(self.attempt, rank, self.ranks[rank][0])
+        return keys.index(self.attempt, rank, self.ranks[rank][0], self.signature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retire(Record):
+    """Checkpoints (by seq) that are no longer live, and attempts that may never commit. Their data may be deleted."""
+
+    kind = "retire"
+    seqs: list[int] = field(default_factory=list)
+    attempts: list[str] = field(default_factory=list)
+    reason: str = ""
+
+    def body(self) -> dict[str, Any]:
+        return {"seqs": self.seqs, "attempts": self.attempts, "reason": self.reason}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tag(Record):
+    """A name for the checkpoint of seq `target`; None takes the name away. A tagged checkpoint is kept by retention."""
+
+    kind = "tag"
+    name: str
+    target: int | None
+
+    def body(self) -> dict[str, Any]:
+        return {"name": self.name, "target": self.target}
+
+
+def is_tag(name: str) -> bool:
+    """Whether a text may be a tag: a letter first, so that it is never taken for a step."""
+    return _TAG.fullmatch(name) is not None
 
 
 def decode(data: bytes, seq: int) -> Record:
@@ -102,7 +136,23 @@ def decode(data: bytes, seq: int) -> Record:
         return Open(**head, world_size=f.integer("world_size", 1), capabilities=f.get("capabilities", dict))
     if kind == "commit":
         return _commit(f, head, what)
+    if kind == "retire":
+        return _retire(f, head, what)
+    if kind == "tag":
+        tag = Tag(**head, name=f.text("name"), target=f.optional_integer("target"))
+        if not is_tag(tag.name):
+            raise FormatError(f"{what}: malformed tag", what=what)
+        return tag
     raise FormatError(f"{what}: record of unknown kind {kind[:40]!r}; a newer objckpt may know it: upgrade", what=what)
+
+
+def _retire(f: wire.Fields, head: dict[str, Any], what: str) -> Retire:
+    record = Retire(**head, seqs=f.get("seqs", list), attempts=f.get("attempts", list), reason=f.text("reason"))
+    if not all(type(s) is int and 0 <= s < record.seq for s in record.seqs):
+        raise FormatError(f"{what}: malformed list of checkpoints", what=what)
+    if not all(type(a) is str and keys.is_attempt(a) for a in record.attempts):
+        raise FormatError(f"{what}: malformed list of attempts", what=what)
+    return record
 
 
 def _commit(f: wire.Fields, head: dict[str, Any], what: str) -> Commit:
@@ -116,9 +166,12 @@ def _commit(f: wire.Fields, head: dict[str, Any], what: str) -> Commit:
         stored_bytes=f.integer("stored_bytes"),
         tensors=f.integer("tensors"),
         ranks=[(digest, size) for digest, size in f.rows("ranks", str, int)],
+        signature=f.text("signature"),
         foreign_packs=f.get("foreign_packs", list),
         meta=values.unpack(f.blob("meta"), what),
     )
+    if not _HEX16.fullmatch(commit.signature):
+        raise FormatError(f"{what}: malformed signature", what=what)
     if not keys.is_attempt(commit.attempt) or len(commit.ranks) != commit.world_size:
         raise FormatError(f"{what}: malformed attempt or rank list", what=what)
     if not all(_HEX32.fullmatch(d) and 0 <= n <= limits.MAX_INDEX_BYTES for d, n in commit.ranks):

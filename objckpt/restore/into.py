@@ -13,10 +13,11 @@ from objckpt.errors import MismatchError
 from objckpt.events import Progress, ignore
 from objckpt.format.fqn import to_fqn
 from objckpt.format.values import TensorLeaf
-from objckpt.restore.match import prune
+from objckpt.restore.match import leaves, prune
 from objckpt.restore.open import Checkpoint
-from objckpt.restore.place import Filler, NewTensors, device_of, window_of
+from objckpt.restore.place import Filler, NewTensors, covered, device_of, new_like, parts_of, window_of
 from objckpt.state import template
+from objckpt.state.shards import is_distributed
 from objckpt.state.unflatten import to_python
 from objckpt.store import Store
 
@@ -49,14 +50,16 @@ def load(
     or tuple comes whole when one of its leaves matches.
 
     Raises:
-        MismatchError: no leaf matches `only`.
+        MismatchError: a pattern of `only` matches no leaf.
         IntegrityError, StoreError: as `fetch`.
         UsageError: a value is pickled and `pickle` is not set, or `device` is none.
     """
     place = device_of(device)
-    tree = checkpoint.tree if only is None else prune(checkpoint.tree, template.patterns(only))
-    if tree is None:
-        raise MismatchError(f"step {checkpoint.commit.step}: no leaf matches only={only!r}", only=only)
+    tree = checkpoint.tree
+    if only is not None:
+        wanted = template.patterns(only)
+        _check_patterns(only, None, checkpoint)
+        tree = prune(tree, wanted)
     new = NewTensors(checkpoint, place)
     state = to_python(tree, new.tensor_of, pickle=pickle)
     if place.type != "meta":
@@ -67,58 +70,124 @@ def load(
     return state
 
 
-def restore_into(
-    store: Store,
-    checkpoint: Checkpoint,
-    into: Mapping[Any, Any],
-    *,
-    strict: bool = True,
-    only: str | list[str] | None = None,
-    cast: bool = False,
-    pickle: bool = False,
-    progress: Progress = ignore,
-) -> Report:
-    """Fill `into` from the checkpoint; see `Checkpointer.restore`. Blocks.
+class Restoration:
+    """Fills `into` from the checkpoint, step by step, so that ranks can agree between the steps.
 
-    The order is: match everything, fetch all bytes into the tensors, replace values, call `load_state_dict`. Before the
-    match has succeeded nothing is touched. When fetching fails, tensors hold a mixture of old and new bytes.
+    The constructor matches everything and touches nothing; `fetch` brings all bytes into the tensors; `hand_over` replaces
+    values and calls `load_state_dict`. When fetching fails, tensors hold a mixture of old and new bytes.
+
+    Every pattern of `only` must match a leaf that both sides have, whatever `strict` says: one that matches nothing is a
+    misspelt one, and what it should have restored would stay random.
     """
-    commit = checkpoint.commit
-    found = template.match(into, checkpoint.tree, checkpoint.describe, only=only, cast=cast)
-    template.check(found, strict=strict, step=commit.step)
-    new = NewTensors(checkpoint, device_of("cpu"))
-    filler = Filler(store, checkpoint, progress)
-    # Trees become Python values before any tensor is touched: they may be refused (pickled values, unknown dtypes).
-    assigns = [
-        (parent, key, to_python(tree, new.tensor_of, pickle=pickle, path=path))
-        for parent, key, path, tree in found.assigns
-    ]
-    loads = []
-    for item in found.loads:
-        state = item.state
-        if item.tree is not None:
-            reuse = item.reuse
 
-            def tensor_of(path: Path, leaf: TensorLeaf, reuse: dict[Path, torch.Tensor] = reuse) -> Any:
-                return reuse[path] if path in reuse else new.tensor_of(path, leaf)
+    def __init__(
+        self,
+        store: Store,
+        checkpoint: Checkpoint,
+        into: Mapping[Any, Any],
+        *,
+        strict: bool = True,
+        only: str | list[str] | None = None,
+        cast: bool = False,
+        pickle: bool = False,
+        progress: Progress = ignore,
+    ) -> None:
+        """Raises MismatchError, and UsageError for pickled values."""
+        self._checkpoint, self._pickle = checkpoint, pickle
+        found = template.match(into, checkpoint.tree, checkpoint.describe, only=only, cast=cast)
+        template.check(found, strict=strict, step=checkpoint.commit.step)
+        if only is not None:
+            _check_patterns(only, _taken(found), checkpoint)
+        self.report = Report(found.missing, found.unexpected)
+        self._new = NewTensors(checkpoint, device_of("cpu"))
+        self._filler = Filler(store, checkpoint, progress)
+        # Trees become Python values before any tensor is touched: they may be refused (pickled values, unknown dtypes).
+        self._assigns = [
+            (parent, key, to_python(tree, self._new.tensor_of, pickle=pickle, path=path))
+            for parent, key, path, tree in found.assigns
+        ]
+        fills = [(target, leaf) for _, target, leaf in found.fills]
+        self._loads = [(item.owner, self._state_for(item, fills)) for item in found.loads]
+        _refuse_ties(found.fills, checkpoint)
+        self.fills = fills + [(tensor, TensorLeaf(fqn)) for fqn, tensor in self._new.stored.items()]
 
-            state = to_python(item.tree, tensor_of, pickle=pickle, path=item.path)
-        loads.append((item.owner, state))
-    _refuse_ties(found.fills, checkpoint)
-    for _, target, leaf in found.fills:
-        filler.add_leaf(leaf, target)
-    for fqn, tensor in new.stored.items():
-        filler.add(checkpoint.tensors[fqn], tensor)
-    try:
-        filler.run()
-    except BaseException as err:
-        err.add_note("The tensors given to restore() hold a mixture of old and new bytes now; restore them again.")
-        raise
-    for parent, key, value in assigns:
-        parent[key] = value
-    for owner, state in loads:
-        owner.load_state_dict(state)
-    return Report(found.missing, found.unexpected)
+    @property
+    def covered(self) -> bool:
+        """Whether the indexes that were read have every byte that is wanted; see `open_checkpoint`, `near`."""
+        return all(covered(self._checkpoint, leaf, target) for target, leaf in self.fills)
+
+    def fetch(self) -> None:
+        """Bring the bytes of `fills` into their tensors. Blocks. Raises IntegrityError and StoreError."""
+        for target, leaf in self.fills:
+            self._filler.add_leaf(leaf, target)
+        try:
+            self._filler.run()
+        except BaseException as err:
+            err.add_note("The tensors given to restore() hold a mixture of old and new bytes now; restore them again.")
+            raise
+
+    def hand_over(self) -> None:
+        """After `fetch`: values to their mappings, states to their owners."""
+        for parent, key, value in self._assigns:
+            parent[key] = value
+        for owner, state in self._loads:
+            owner.load_state_dict(state)
+
+    def _state_for(self, item: template.Load, fills: list[tuple[torch.Tensor, TensorLeaf]]) -> Any:
+        if item.tree is None:
+            return item.state
+
+        def tensor_of(path: Path, leaf: TensorLeaf) -> Any:
+            if path in item.reuse:
+                return item.reuse[path]
+            param = item.param_of(path)
+            dtype, shape = self._checkpoint.describe(leaf)
+            if param is None or not is_distributed(param) or tuple(param.shape) != shape:
+                return self._new.tensor_of(path, leaf)
+            fills.append((new_like(param, dtype, to_fqn(path)), leaf))  # the state of a sharded parameter is sharded
+            return fills[-1][0]
+
+        return to_python(item.tree, tensor_of, pickle=self._pickle, path=item.path)
+
+
+def restore_into(store: Store, checkpoint: Checkpoint, into: Mapping[Any, Any], **options: Any) -> Report:
+    """Match, fetch, fill; see `Restoration`. Blocks."""
+    work = Restoration(store, checkpoint, into, **options)
+    work.fetch()
+    work.hand_over()
+    return work.report
+
+
+def _taken(found: template.Match) -> set[str]:
+    """The FQNs that the state takes from the checkpoint."""
+    names = {to_fqn(path) for path, _, _ in found.fills} | {to_fqn(path) for _, _, path, _ in found.assigns}
+    trees = [(path, tree) for _, _, path, tree in found.assigns]
+    trees += [(item.path, item.tree) for item in found.loads if item.tree is not None]
+    return names | {to_fqn(leaf) for path, tree in trees for leaf, _ in leaves(tree, path)}
+
+
+def _check_patterns(only: str | list[str], taken: set[str] | None, checkpoint: Checkpoint) -> None:
+    """MismatchError for patterns that match none of the leaves `taken`, or none of the checkpoint's."""
+    stored = [to_fqn(path) for path, _ in leaves(checkpoint.tree)]
+    lines = []
+    for pattern in [only] if isinstance(only, str) else only:
+        wanted = template.patterns(pattern)
+        matching = [name for name in stored if wanted(name)]
+        if taken is not None and matching and not any(map(wanted, taken)):
+            lines.append(f"{pattern!r} matches {_some(matching)} in the checkpoint, and nothing in the state given")
+        elif not matching and not (taken and any(map(wanted, taken))):
+            lines.append(f"{pattern!r} matches no leaf of the checkpoint, which has {_some(list(checkpoint.tree))}")
+    if lines:
+        raise MismatchError(
+            f"step {checkpoint.commit.step}: no leaf matches only={only!r}; nothing was changed\n"
+            + "\n".join(f"  {line}" for line in lines),
+            step=checkpoint.commit.step, only=only,
+        )  # fmt: skip
+
+
+def _some(names: list[Any]) -> str:
+    shown = ", ".join(map(str, names[:5]))
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
 def _refuse_ties(fills: list[tuple[Path, torch.Tensor, TensorLeaf]], checkpoint: Checkpoint) -> None:
@@ -126,9 +195,10 @@ def _refuse_ties(fills: list[tuple[Path, torch.Tensor, TensorLeaf]], checkpoint:
     seen: dict[Any, tuple[Path, TensorLeaf]] = {}
     lines = []
     for path, target, leaf in fills:
-        if not target.numel():
+        parts = [tensor for tensor, _ in parts_of(target, to_fqn(path)) if tensor.numel()]
+        if not parts:
             continue
-        first = seen.setdefault(window_of(target), (path, leaf))
+        first = seen.setdefault(window_of(parts[0]), (path, leaf))
         if first[1] != leaf and _identity(first[1], checkpoint) != _identity(leaf, checkpoint):
             lines.append(
                 f"{to_fqn(path)}: shares its memory with {to_fqn(first[0])} in the state, not in the checkpoint"

@@ -11,9 +11,10 @@ from typing import Any
 from objckpt.errors import FormatError, IntegrityError, NotFoundError
 from objckpt.format import checksums, keys, values
 from objckpt.format.dtypes import ITEMSIZE
-from objckpt.format.index import Index, ShardEntry
+from objckpt.format.index import PER_RANK, Index, ShardEntry
 from objckpt.format.records import Commit
 from objckpt.geometry import Box
+from objckpt.restore.match import leaves
 from objckpt.store import Store
 
 _READERS = 16
@@ -50,9 +51,13 @@ class Checkpoint:
     """A committed checkpoint, opened: everything but the tensors' bytes."""
 
     commit: Commit
-    indexes: list[Index]
+    indexes: list[Index]  # all; with `near` perhaps only some, and then a tensor's shards may be incomplete
     tree: Any  # neutral, see format/values
     tensors: dict[str, StoredTensor]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.indexes) == self.commit.world_size
 
     def describe(self, leaf: values.TensorLeaf) -> tuple[str, tuple[int, ...]]:
         """dtype name and shape of a leaf of the tree."""
@@ -62,29 +67,63 @@ class Checkpoint:
         return stored.dtype, stored.shape
 
 
-def open_checkpoint(store: Store, commit: Commit) -> Checkpoint:
+def open_checkpoint(store: Store, commit: Commit, *, near: int | None = None) -> Checkpoint:
     """Read all indexes of a checkpoint, in parallel. Blocks; torch-free.
+
+    With `near`, a rank, only its index and rank 0's are read where these name every tensor: enough for a rank that takes
+    back what it wrote itself. See `Checkpoint.complete`.
 
     Raises:
         IntegrityError: an index is missing or is not the one that was committed.
         FormatError: an index does not hold together, or the shards do not tile their tensors.
     """
-    with ThreadPoolExecutor(min(_READERS, commit.world_size), "objckpt-index") as pool:
-        indexes = list(pool.map(lambda rank: _read_index(store, commit, rank), range(commit.world_size)))
-    packed = next((i.tree for i in indexes if i.tree is not None), None)
-    if packed is None:
-        raise FormatError(f"{commit.index_key(0)}: the tree is missing", key=commit.index_key(0))
-    tree = values.unpack(packed, commit.index_key(0))
-    if not isinstance(tree, dict):
-        raise FormatError(f"{commit.index_key(0)}: the tree is no mapping", key=commit.index_key(0))
+    ranks = list(range(commit.world_size))
+    first = ranks if near is None else sorted({0, near} & set(ranks))
+    indexes = _read_indexes(store, commit, first)
+    tree = _tree(indexes, commit)
+    if len(first) < len(ranks):
+        stored = {entry.fqn for index in indexes for entry in index.shards}
+        if any(type(leaf) is values.TensorLeaf and leaf.fqn not in stored for _, leaf in leaves(tree)):
+            known = {index.rank: index for index in indexes}
+            rest = _read_indexes(store, commit, [rank for rank in ranks if rank not in known])
+            indexes = sorted([*indexes, *rest], key=lambda index: index.rank)
+            tree = _tree(indexes, commit)
     by_name: dict[str, list[StoredShard]] = {}
     for index in indexes:
         for entry in index.shards:
             by_name.setdefault(entry.fqn, []).append(StoredShard(index, entry))
-    tensors = {fqn: _tensor(fqn, shards, commit) for fqn, shards in by_name.items()}
+    complete = len(indexes) == commit.world_size
+    tensors = {fqn: _tensor(fqn, shards, commit, complete) for fqn, shards in by_name.items()}
     checkpoint = Checkpoint(commit, indexes, tree, tensors)
     _check_leaves(checkpoint, tree)
     return checkpoint
+
+
+def _read_indexes(store: Store, commit: Commit, ranks: Sequence[int]) -> list[Index]:
+    with ThreadPoolExecutor(min(_READERS, len(ranks)), "objckpt-index") as pool:
+        return list(pool.map(lambda rank: _read_index(store, commit, rank), ranks))
+
+
+def _tree(indexes: Sequence[Index], commit: Commit) -> dict[Any, Any]:
+    """Rank 0's tree, and in it what belongs to single ranks: `per_rank/<rank>` of each."""
+    whole: dict[Any, Any] | None = None
+    for index in indexes:
+        key = commit.index_key(index.rank)
+        tree = None if index.tree is None else values.unpack(index.tree, key)
+        if index.rank == 0:
+            if not isinstance(tree, dict):
+                raise FormatError(f"{key}: the tree is missing or no mapping", key=key)
+            whole = tree
+        elif tree is not None:
+            own = tree.get(PER_RANK) if isinstance(tree, dict) and set(tree) == {PER_RANK} else None
+            if whole is None or not isinstance(own, dict) or set(own) != {index.rank}:
+                raise FormatError(f"{key}: its tree is not that of rank {index.rank}", key=key)
+            others = whole.setdefault(PER_RANK, {})
+            if not isinstance(others, dict):
+                raise FormatError(f"{key}: its tree does not fit rank 0's", key=key)
+            others[index.rank] = own[index.rank]
+    assert whole is not None
+    return whole
 
 
 def _read_index(store: Store, commit: Commit, rank: int) -> Index:
@@ -120,7 +159,7 @@ def _read_index(store: Store, commit: Commit, rank: int) -> Index:
     return index
 
 
-def _tensor(fqn: str, shards: Sequence[StoredShard], commit: Commit) -> StoredTensor:
+def _tensor(fqn: str, shards: Sequence[StoredShard], commit: Commit, complete: bool) -> StoredTensor:
     first = shards[0].entry
     distinct: dict[Any, StoredShard] = {}
     for shard in shards:
@@ -133,7 +172,8 @@ def _tensor(fqn: str, shards: Sequence[StoredShard], commit: Commit) -> StoredTe
                 f"step {commit.step}: {fqn}: ranks {other.index.rank} and {shard.index.rank} hold different bytes",
                 fqn=fqn,
             )
-    _check_tiling([box for box in distinct if box.elements], first.global_shape, f"step {commit.step}: {fqn}", fqn)
+    if complete:
+        _check_tiling([box for box in distinct if box.elements], first.global_shape, f"step {commit.step}: {fqn}", fqn)
     return StoredTensor(fqn, first.dtype, first.global_shape, tuple(distinct.values()))
 
 

@@ -7,6 +7,7 @@ A stored part goes straight into the target's memory where that is contiguous ho
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from objckpt.restore.fetch import fetch
 from objckpt.restore.open import Checkpoint, StoredShard, StoredTensor
 from objckpt.restore.plan import ChunkRead, Region, Runs, box_runs, chunks_for, coalesce, overlaps, split
 from objckpt.state.dtypes import as_bits, as_bytes, dtype_of
+from objckpt.state.shards import is_distributed, layout_of, local_part
 from objckpt.store import Store
 
 PIECE_BYTES = 32 * 1024 * 1024  # scratch of one piece that is placed in one copy
@@ -51,6 +53,11 @@ def raw(nbytes: int) -> torch.Tensor:
 def put(out: torch.Tensor, spot: tuple[slice, ...], part: torch.Tensor) -> None:
     """Copy `part` to a place in `out`, bit by bit."""
     _copy(out[spot], part)
+
+
+def new_like(tensor: torch.Tensor, dtype: str, fqn: str) -> torch.Tensor:
+    """An uninitialised tensor of a stored dtype with the layout, device and sharding of `tensor`."""
+    return torch.empty_like(tensor.detach(), dtype=dtype_of(dtype, fqn))
 
 
 def flip(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
@@ -98,12 +105,20 @@ def view_of(base: torch.Tensor, view: ViewSpec, fqn: str) -> torch.Tensor:
 # ---- filling -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Target:
+    """Memory to fill, and which box of the stored tensor it takes, in global elements."""
+
+    tensor: torch.Tensor
+    box: Box
+
+
 class Filler:
-    """Collects targets, plans, fetches, and copies what is left."""
+    """Collects targets, plans, fetches, and copies what is left. Of a DTensor only the local boxes are filled."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, progress: Progress) -> None:
         self.store, self.checkpoint, self.progress = store, checkpoint, progress
-        self.targets: dict[str, list[torch.Tensor]] = {}
+        self.targets: dict[str, list[_Target]] = {}
         self.views: list[tuple[TensorLeaf, torch.Tensor]] = []
         self.late: list[tuple[torch.Tensor, torch.Tensor]] = []  # target, source: copied when all else is done
         self.windows: dict[Any, str] = {}
@@ -118,66 +133,71 @@ class Filler:
 
     def add(self, stored: StoredTensor, target: torch.Tensor) -> None:
         """Fill `target`, which has the shape of `stored`. A window of memory that is filled already is left alone."""
-        if target.numel():
-            window = window_of(target)
-            if window in self.windows:
-                return
-            self.windows[window] = stored.fqn
-        self.targets.setdefault(stored.fqn, []).append(target)
+        for tensor, box in parts_of(target, stored.fqn):
+            if tensor.numel():
+                window = window_of(tensor)
+                if window in self.windows:
+                    continue
+                self.windows[window] = stored.fqn
+            self.targets.setdefault(stored.fqn, []).append(_Target(tensor, box))
 
     def run(self) -> None:
         """Blocks until every target is full."""
         sources = {leaf.fqn: self._source(leaf.fqn) for leaf, _ in self.views}
-        meeting = _meeting([target for targets in self.targets.values() for target in targets])
+        meeting = _meeting([target.tensor for targets in self.targets.values() for target in targets])
         chunks: list[ChunkRead] = []
         for fqn, targets in self.targets.items():
             stored = self.checkpoint.tensors[fqn]
             for target in targets:
-                if id(target) in meeting:
+                if id(target.tensor) in meeting:
                     # Two threads must not write the same memory: such targets are filled in turn, at the end.
-                    aside = torch.empty(stored.shape, dtype=dtype_of(stored.dtype, fqn))
-                    self.late.append((target, aside))
-                    target = aside
+                    aside = torch.empty(target.box.shape, dtype=dtype_of(stored.dtype, fqn))
+                    self.late.append((target.tensor, aside))
+                    target = _Target(aside, target.box)
                 chunks += self._chunks(stored, target)
-        self.placer.begin({t.device for targets in self.targets.values() for t in targets})
+        self.placer.begin({t.tensor.device for targets in self.targets.values() for t in targets})
         fetch(self.store, coalesce(chunks), what=f"step {self.checkpoint.commit.step}", progress=self.progress)
-        for leaf, target in self.views:
+        for leaf, wanted in self.views:
             assert leaf.view is not None
-            self.late.append((target, view_of(sources[leaf.fqn], leaf.view, leaf.fqn)))
-        for target, source in self.late:
-            _copy(target, source)
+            source = view_of(sources[leaf.fqn], leaf.view, leaf.fqn)
+            self.late += [(tensor, local_part(source, box)) for tensor, box in parts_of(wanted, leaf.fqn)]
+        for tensor, source in self.late:
+            _copy(tensor, source)
         for targets in self.targets.values():
             for target in targets:
-                if not target.is_inference():
-                    torch.autograd.graph.increment_version(target)  # written behind autograd's back
+                if not target.tensor.is_inference():
+                    torch.autograd.graph.increment_version(target.tensor)  # written behind autograd's back
 
     def _source(self, fqn: str) -> torch.Tensor:
         """A tensor of exactly the stored bytes from which views are copied: a target, or one made for it."""
         stored = self.checkpoint.tensors[fqn]
         dtype = dtype_of(stored.dtype, fqn)
         for target in self.targets.get(fqn, []):
+            tensor = target.tensor
             if (
-                target.dtype == dtype
-                and target.is_contiguous()
-                and target.storage_offset() == 0
-                and not _lazy_bits(target)
+                target.box.shape == stored.shape
+                and tensor.dtype == dtype
+                and tensor.is_contiguous()
+                and tensor.storage_offset() == 0
+                and not _lazy_bits(tensor)
             ):
-                return target
+                return tensor
         base = torch.empty(stored.shape, dtype=dtype)
-        self.targets.setdefault(fqn, []).append(base)
+        self.targets.setdefault(fqn, []).append(_Target(base, whole(stored.shape)))
         return base
 
-    def _chunks(self, stored: StoredTensor, target: torch.Tensor) -> list[ChunkRead]:
+    def _chunks(self, stored: StoredTensor, target: _Target) -> list[ChunkRead]:
         chunks: list[ChunkRead] = []
         dtype = dtype_of(stored.dtype, stored.fqn)
-        for shard, part in overlaps(stored, whole(stored.shape)):
-            into = _part(target, part)
+        for shard, part in overlaps(stored, target.box):
+            into = local_part(target.tensor, part.relative_to(target.box))
             plain = into.device.type == "cpu" and into.dtype == dtype and not _lazy_bits(into)
             if plain and into.is_contiguous():
                 chunks += chunks_for(shard, box_runs(shard, part), Region(stored.fqn, _memory(into)))
                 continue
             for piece in split(part, stored.itemsize, PIECE_BYTES):
-                region = _Piece(stored.fqn, _part(target, piece), dtype, self.placer)
+                into = local_part(target.tensor, piece.relative_to(target.box))
+                region = _Piece(stored.fqn, into, dtype, self.placer)
                 chunks += chunks_for(shard, box_runs(shard, piece), region)
         return chunks
 
@@ -239,11 +259,21 @@ def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = Fa
         target.copy_(source, non_blocking=non_blocking)
 
 
-def _part(target: torch.Tensor, box: Box) -> torch.Tensor:
-    for d, (at, length) in enumerate(zip(box.offset, box.shape, strict=True)):
-        if length != target.shape[d]:
-            target = target.narrow(d, at, length)
-    return target
+def covered(checkpoint: Checkpoint, leaf: TensorLeaf, target: torch.Tensor) -> bool:
+    """Whether the shards at hand have every element that a target wants of a leaf."""
+    if checkpoint.complete:
+        return True
+    stored = checkpoint.tensors[leaf.fqn]
+    boxes = [whole(stored.shape)] if leaf.view is not None else [box for _, box in parts_of(target, leaf.fqn)]
+    return all(sum(part.elements for _, part in overlaps(stored, box)) == box.elements for box in boxes)
+
+
+def parts_of(target: torch.Tensor, fqn: str) -> list[tuple[torch.Tensor, Box]]:
+    """The memory of a target on this rank, each with the global box that it holds: all of it but for a DTensor."""
+    if not is_distributed(target):
+        return [(target, whole(tuple(target.shape)))]
+    local = target.detach().to_local()  # type: ignore[attr-defined]
+    return [(local_part(local, piece.local), piece.box) for piece in layout_of(target, fqn).pieces]
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

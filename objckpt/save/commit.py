@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from objckpt import log as commit_log
+from objckpt.errors import SaveError
 from objckpt.format import checksums, keys
 from objckpt.format.index import ChunkTable, Index, ShardEntry
-from objckpt.format.records import WRITE_ID_BYTES, Commit, Open
+from objckpt.format.records import WRITE_ID_BYTES, Commit, Open, Retire
 from objckpt.save import plan
 from objckpt.save.encode import CODECS, Encoded
 from objckpt.store import Store
@@ -29,6 +30,15 @@ class LeafMeta:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a whole checkpoint, for its manifest: bytes of all tensors, bytes in packs, number of tensors."""
+
+    raw_bytes: int
+    stored_bytes: int
+    tensors: int
+
+
 def build_index(
     *,
     step: int,
@@ -39,7 +49,8 @@ def build_index(
     plans: Sequence[plan.LeafPlan],
     encoded: Encoded,
     chunk_bytes: int,
-    tree: bytes,
+    tree: bytes | None,
+    replicated: list[tuple[str, int]],
 ) -> Index:
     """Pure: the index of what `encoded` describes."""
     shards, first = [], 0
@@ -50,7 +61,9 @@ def build_index(
         )
         first += count
     packs = [(keys.pack(attempt, rank, n), size) for n, size in enumerate(encoded.pack_sizes)]
-    return Index(step, attempt, rank, world_size, packs, shards, ChunkTable.from_rows(encoded.rows), CODECS, tree)
+    return Index(
+        step, attempt, rank, world_size, packs, shards, ChunkTable.from_rows(encoded.rows), CODECS, tree, replicated
+    )
 
 
 class LogWriter:
@@ -78,12 +91,19 @@ class LogWriter:
         self.epoch = mine[-1].epoch
         commit_log.fence(self.log, self.epoch, self.session)
 
-    def commit(self, index: Index, ranks: list[tuple[str, int]], parent: int | None, meta: Any) -> Commit:
-        """Append the manifest. WriterFencedError when a newer writer has opened the log meanwhile."""
+    def commit(self, index: Index, ranks: list[tuple[str, int]], parent: int | None, meta: Any, sizes: Sizes) -> Commit:
+        """Append the manifest.
+
+        Raises:
+            WriterFencedError: a newer writer has opened the log meanwhile.
+            SaveError: the attempt was given up by somebody: by a rank that waited too long, or by a collection.
+        """
         write_id = os.urandom(WRITE_ID_BYTES)
 
         def make(seq: int, log: commit_log.Log) -> Commit:
             commit_log.fence(log, self.epoch, self.session)
+            if index.attempt in log.aborted:
+                raise SaveError(f"the attempt {index.attempt} was given up: {log.why_aborted(index.attempt)}")
             return Commit(
                 seq=seq,
                 epoch=self.epoch,
@@ -91,12 +111,26 @@ class LogWriter:
                 attempt=index.attempt,
                 parent=parent,
                 world_size=self.world_size,
-                raw_bytes=sum(s.nbytes for s in index.shards),
-                stored_bytes=sum(size for _, size in index.packs),
-                tensors=len(index.shards),
+                raw_bytes=sizes.raw_bytes,
+                stored_bytes=sizes.stored_bytes,
+                tensors=sizes.tensors,
                 ranks=ranks,
+                signature=index.signature,
                 meta=meta,
                 **self._stamp(write_id),
+            )
+
+        record, self.log = commit_log.append(self.store, self.log, make, deadline_s=self.deadline_s)
+        return record
+
+    def retire(self, seqs: list[int], attempts: list[str], reason: str) -> Retire:
+        """Append the record after which these checkpoints are not live and these attempts can never commit."""
+        write_id = os.urandom(WRITE_ID_BYTES)
+
+        def make(seq: int, log: commit_log.Log) -> Retire:
+            commit_log.fence(log, self.epoch, self.session)
+            return Retire(
+                seq=seq, epoch=self.epoch, seqs=seqs, attempts=attempts, reason=reason, **self._stamp(write_id)
             )
 
         record, self.log = commit_log.append(self.store, self.log, make, deadline_s=self.deadline_s)
@@ -107,6 +141,6 @@ class LogWriter:
 
 
 def index_object(index: Index) -> tuple[str, bytes]:
-    """The index's key, which carries its digest, and its bytes."""
+    """The index's key, which carries its digest and its signature, and its bytes."""
     data = index.encode()
-    return keys.index(index.attempt, index.rank, checksums.digest_hex(data)), data
+    return keys.index(index.attempt, index.rank, checksums.digest_hex(data), index.signature), data

@@ -73,9 +73,7 @@ def encode(
     yield from cutter.finish()
 
 
-def _chunks(
-    leaves: Sequence[plan.LeafPlan], read: Callable[[int, int], Pieces], chunk_bytes: int
-) -> Iterator[_Chunk]:
+def _chunks(leaves: Sequence[plan.LeafPlan], read: Callable[[int, int], Pieces], chunk_bytes: int) -> Iterator[_Chunk]:
     for number, leaf in enumerate(leaves):
         for start, nbytes in plan.chunks_of(leaf, chunk_bytes):
             yield _Chunk(number, nbytes, 0, read(start, nbytes))

@@ -2,15 +2,20 @@
 
 Every tensor is stored once. Tensors that are the same window of the same memory share a leaf (tied weights); a window
 inside a contiguous leaf becomes a view of it; anything else is a leaf of its own, with only its own bytes.
+
+In a job of several ranks each flattens its own state. A DTensor gives the boxes that this rank holds; all else counts as
+replicated. Of each replicated thing one rank writes the bytes, and all ranks agree on which without a word: they must
+have the same replicated leaves, which the signature tells.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle as pickling
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +23,12 @@ import torch
 
 from objckpt import limits
 from objckpt.errors import UnsupportedDtypeError, UnsupportedTypeError, UsageError
-from objckpt.format import values
+from objckpt.format import checksums, values
 from objckpt.format.dtypes import ITEMSIZE
 from objckpt.format.fqn import to_fqn
+from objckpt.format.index import PER_RANK
 from objckpt.format.values import Pickled, TensorLeaf, TorchDevice, TorchDtype, TorchSize, ViewSpec
+from objckpt.state import shards
 from objckpt.state.dtypes import dtype_name
 
 Path = tuple[Any, ...]
@@ -41,6 +48,8 @@ class Leaf:
     tensor: torch.Tensor
     dtype: str
     numpy: bool
+    global_shape: tuple[int, ...] | None = None  # of the distributed tensor that this is a box of
+    offset: tuple[int, ...] | None = None  # … and where in it, in elements
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,17 +66,33 @@ class Leaf:
 
 @dataclass(slots=True)
 class Flat:
-    """`tree` is neutral (see format/values); `leaves` are unique, by descending item size: each starts aligned."""
+    """`tree` is neutral (see format/values); `leaves` are unique, by descending item size: each starts aligned.
+
+    `leaves` are those that this rank writes. `own` is the tree of what belongs to this rank alone; None: nothing does.
+    `replicated` has, for each value and undistributed tensor that all ranks should have alike, its FQN and a digest (of a
+    value; of dtype and shape of a tensor).
+    """
 
     tree: Any
     leaves: list[Leaf]
+    own: Any = None
+    replicated: list[tuple[str, int]] = field(default_factory=list)
+    global_bytes: int = 0  # of all tensors of the checkpoint, those of other ranks too
+    tensors: int = 0
 
 
-def flatten(state: Mapping[Any, Any], *, pickle: bool = False) -> Flat:
-    """Walk the state; objects with `state_dict()` are asked for it once. Copies no tensor.
+def flatten(
+    state: Mapping[Any, Any],
+    *,
+    pickle: bool = False,
+    per_rank: Mapping[Any, Any] | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Flat:
+    """Walk the state; objects with `state_dict()` are asked for it once. Copies no tensor, communicates nothing.
 
     Raises:
-        UsageError: the state is no mapping.
+        UsageError: the state is no mapping, or has a part "per_rank" beside the argument.
         UnsupportedTypeError: a leaf cannot be stored bit by bit, a container contains itself or is nested too deeply.
             The message has its path, its type and a remedy.
         UnsupportedDtypeError: the same of a tensor's dtype.
@@ -76,20 +101,99 @@ def flatten(state: Mapping[Any, Any], *, pickle: bool = False) -> Flat:
         raise UsageError(f"the training state must be a mapping of names to parts, not {type(state).__name__}")
     walk = _Walk(pickle)
     tree = walk.visit(state, ())
+    shared, aliases = _share(walk.leaves)
+    tree = _replace(tree, aliases) if aliases else tree
+    leaves = _to_write(shared, walk.distributed, rank, world_size)
+    global_bytes = sum(leaf.nbytes for leaf in shared)
+    global_bytes += sum(math.prod(leaf.global_shape or ()) * leaf.itemsize for leaf, _ in walk.distributed)
+    tensors = len(shared) + len(walk.distributed)
+    own = None
+    if per_rank is not None:
+        own, mine = _of_one_rank(state, per_rank, rank, pickle)
+        leaves = leaves + mine
+        global_bytes += sum(leaf.nbytes for leaf in mine) * world_size  # an estimate: those of the others are not known
+        tensors += len(mine) * world_size
+    replicated = _replicated(tree, shared, walk.distributed) if world_size > 1 else []
+    ordered = sorted(leaves, key=lambda leaf: -leaf.itemsize)
+    return Flat(tree, ordered, own, replicated, global_bytes, tensors)
+
+
+def _to_write(
+    shared: list[Leaf], distributed: list[tuple[Leaf, shards.Layout]], rank: int, world_size: int
+) -> list[Leaf]:
+    """The leaves whose bytes this rank writes."""
+    if world_size == 1 and not distributed:
+        return shared
+    world = ("world",)
+    known = [shards.Replicated(leaf.fqn, leaf.nbytes, world, world_size) for leaf in shared]
+    for leaf, layout in distributed:
+        nbytes = math.prod(leaf.global_shape or ()) * leaf.itemsize // layout.shards
+        known.append(shards.Replicated(leaf.fqn, nbytes, layout.group, layout.replicas))
+    writer = shards.choose_writers(known)
+    out = [leaf for leaf in shared if writer[leaf.fqn] == rank]
+    for leaf, layout in distributed:
+        if writer[leaf.fqn] == layout.replica:
+            out += [
+                replace(leaf, tensor=shards.local_part(leaf.tensor, piece.local), offset=piece.box.offset)
+                for piece in layout.pieces
+            ]
+            if not math.prod(leaf.global_shape or ()):  # nobody holds a piece, and it must be listed
+                out.append(replace(leaf, tensor=leaf.tensor.new_empty(leaf.global_shape or ())))
+    return out
+
+
+def _of_one_rank(
+    state: Mapping[Any, Any], per_rank: Mapping[Any, Any], rank: int, pickle: bool
+) -> tuple[Any, list[Leaf]]:
+    if PER_RANK in state:
+        raise UsageError(
+            f'the state has a part "{PER_RANK}", where the checkpoint keeps the argument of this name; rename it'
+        )
+    if not isinstance(per_rank, Mapping):
+        raise UsageError(f"per_rank must be a mapping of names to parts, not {type(per_rank).__name__}")
+    walk = _Walk(pickle)
+    tree = walk.visit({PER_RANK: {rank: dict(per_rank)}}, ())
+    if walk.distributed:
+        leaf = walk.distributed[0][0]
+        raise UnsupportedTypeError(
+            f"{leaf.fqn}: a DTensor belongs to several ranks: put it into the state, not into per_rank", fqn=leaf.fqn
+        )
     leaves, aliases = _share(walk.leaves)
-    return Flat(_replace(tree, aliases) if aliases else tree, sorted(leaves, key=lambda leaf: -leaf.itemsize))
+    return _replace(tree, aliases) if aliases else tree, leaves
+
+
+def _replicated(tree: Any, shared: list[Leaf], distributed: list[tuple[Leaf, shards.Layout]]) -> list[tuple[str, int]]:
+    """What every rank should have alike, by FQN. Containers count by their leaves."""
+    apart = {leaf.fqn for leaf, _ in distributed}
+    stored = {leaf.fqn: leaf for leaf in shared}
+    out = []
+    stack: list[tuple[Path, Any]] = [((), tree)]
+    while stack:
+        path, node = stack.pop()
+        if isinstance(node, dict) and node:
+            stack.extend(((*path, key), child) for key, child in node.items())
+        elif type(node) in (list, tuple) and node:
+            stack.extend(((*path, i), child) for i, child in enumerate(node))
+        elif type(node) is not TensorLeaf:
+            out.append((to_fqn(path), checksums.crc64(values.pack(node))))
+        elif (fqn := to_fqn(path)) not in apart:
+            leaf = stored.get(fqn)
+            what = repr(node) if leaf is None else f"{leaf.dtype} {leaf.shape}"
+            out.append((fqn, checksums.crc64(what.encode())))
+    return sorted(out)
 
 
 class _Walk:
     def __init__(self, pickle: bool) -> None:
         self.pickle = pickle
         self.leaves: list[Leaf] = []
+        self.distributed: list[tuple[Leaf, shards.Layout]] = []
         self.open: set[int] = set()  # containers and objects that we are inside of
         self.fqns: set[str] = set()
 
     def visit(self, value: Any, path: Path) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+            return self._distributed(value, path) if shards.is_distributed(value) else self._tensor(value, path)
         kind = type(value)
         if kind in (dict, OrderedDict, list, tuple) or (isinstance(value, Mapping) and not path):
             return self._container(value, path)
@@ -173,6 +277,15 @@ class _Walk:
         self.leaves.append(leaf)
         return TensorLeaf(fqn)
 
+    def _distributed(self, value: Any, path: Path) -> TensorLeaf:
+        fqn = self._name(path)
+        layout = shards.layout_of(value, fqn)
+        local = value.to_local().detach()
+        _refuse_what_has_no_plain_bytes(local, fqn)
+        name = dtype_name(value.dtype, fqn)
+        self.distributed.append((Leaf(path, fqn, local, name, False, tuple(value.shape), (0,) * value.ndim), layout))
+        return TensorLeaf(fqn)
+
     def _name(self, path: Path) -> str:
         """The FQN of a leaf, which must be one that a reader accepts, and no other leaf's."""
         fqn = to_fqn(path)
@@ -225,9 +338,7 @@ def _refuse_what_has_no_plain_bytes(tensor: torch.Tensor, fqn: str) -> None:
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        if kind.__name__ == "DTensor":
-            why = f"a {name} is not stored yet: pass full_tensor() or to_local() of it"
-        elif isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+        if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
             why = f"a {name} has no data yet: run the lazy module once, then save"
         else:
             why = f"the tensor subclass {name} is not stored: save its parts (values, scales) as plain tensors"

@@ -19,6 +19,7 @@ import torch
 from objckpt.errors import MismatchError, UsageError
 from objckpt.format.fqn import to_fqn
 from objckpt.format.values import TensorLeaf
+from objckpt.state import shards
 from objckpt.state.dtypes import dtype_name
 
 Path = tuple[Any, ...]
@@ -31,14 +32,14 @@ class Match:
 
     fills: list[tuple[Path, torch.Tensor, TensorLeaf]] = field(default_factory=list)
     assigns: list[tuple[Any, Any, Path, Any]] = field(default_factory=list)  # container, key, path, neutral subtree
-    loads: list[_Load] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # in the state, not in the checkpoint
     unexpected: list[str] = field(default_factory=list)  # in the checkpoint, not in the state
     wrong: list[str] = field(default_factory=list)  # differences that no option lifts
 
 
 @dataclass(slots=True)
-class _Load:
+class Load:
     """An object whose `load_state_dict` is to be called, with its filled own state or with the saved subtree."""
 
     owner: Any
@@ -46,6 +47,15 @@ class _Load:
     state: Any  # of a module: its state_dict(), filled in place
     tree: Any  # of another object: the neutral subtree
     reuse: dict[Path, torch.Tensor] = field(default_factory=dict)  # the optimizer's own tensors, filled in place
+
+    def param_of(self, path: Path) -> torch.Tensor | None:
+        """The parameter whose state in an optimizer a leaf at `path` is: `(*self.path, "state", number, name)`."""
+        inner = path[len(self.path) :]
+        if not isinstance(self.owner, torch.optim.Optimizer) or len(inner) != 3 or inner[0] != "state":
+            return None
+        params = [p for group in self.owner.param_groups for p in group["params"]]
+        number = inner[1]
+        return params[number] if type(number) is int and 0 <= number < len(params) else None
 
 
 def patterns(only: str | list[str] | None) -> Callable[[str], bool]:
@@ -153,7 +163,8 @@ class _Walk:
         else:
             tensor = target.detach()
         dtype, shape = self.info(saved)
-        if type(target) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, np.ndarray):
+        known = type(target) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, np.ndarray)
+        if not known and not shards.is_distributed(target):
             self._differs(path, f"a tensor subclass {type(target).__qualname__} in the state cannot be filled")
         elif tuple(tensor.shape) != shape:
             self._differs(path, f"shape {shape} in the checkpoint, {tuple(tensor.shape)} in the state")
@@ -162,7 +173,7 @@ class _Walk:
             self._differs(
                 path, f"dtype {dtype} in the checkpoint, {dtype_name(tensor.dtype, fqn)} in the state{remedy}"
             )
-        elif any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        elif known and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
             self._differs(path, "the tensor in the state is expanded: its elements share memory and cannot be filled")
         else:
             self.out.fills.append((path, tensor, saved))
@@ -178,10 +189,10 @@ class _Walk:
         if isinstance(target, torch.nn.Module):
             fresh = _off_meta(target) if _on_meta(own) else None
             own = own if fresh is None else fresh.state
-            self.out.loads.append(_Load(fresh or target, path, own, None))
+            self.out.loads.append(Load(fresh or target, path, own, None))
             self.mapping(own, saved, path)
             return
-        load = _Load(target, path, None, saved)
+        load = Load(target, path, None, saved)
         self.out.loads.append(load)
         before = len(self.out.fills), len(self.out.unexpected)
         if isinstance(own, Mapping) and isinstance(saved, dict):

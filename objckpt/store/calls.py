@@ -11,6 +11,7 @@ from botocore.config import Config
 
 from objckpt.config import StoreOptions
 from objckpt.errors import ObjckptError
+from objckpt.store import deadline
 from objckpt.store import session as sessions
 from objckpt.store.location import Location
 from objckpt.store.retry import FIRST_CONTACT_S, Tries, Verdict, classify
@@ -49,6 +50,7 @@ class Calls:
         except Exception as error:
             raise error_of(fault_of(error), self.where("Connect", None)) from error
         sessions.tame(client)
+        deadline.impose(client)
         return client
 
     def close(self) -> None:
@@ -66,13 +68,17 @@ class Calls:
         return Where(operation, endpoint or sessions.DEFAULT_ENDPOINT, self.location.bucket, full)
 
     def run(self, operation: str, key: str | None, send: Callable[[Any], T]) -> T:
-        """`send(client)`, repeated until it succeeds, fails for good, or `retry_deadline_s` is over."""
+        """`send(client)`, repeated until it succeeds, fails for good, or `retry_deadline_s` is over.
+
+        Each time it gets `request_timeout_s`, however the answer arrives.
+        """
         tries = Tries.within(self.options.retry_deadline_s)
         while True:
             client = self.client()
             signed_with = sessions.current_credentials(client)
             try:
-                result = send(client)
+                with deadline.Limit(min(self.options.request_timeout_s, tries.left_s())):
+                    result = send(client)
             except ObjckptError:
                 raise
             except Exception as error:
@@ -89,7 +95,9 @@ class Calls:
         if verdict is Verdict.REFRESH:
             verdict = Verdict.RETRY if tries.count < 3 and self.refresh(signed_with) else Verdict.FAIL
         pause = tries.next_pause_s(verdict)
-        if fault.source == "refused" and not self._answered:
+        # A port for TLS hangs up on http: that is a wrong address, too.
+        hung_up = fault.source == "network" and where.endpoint.startswith("http://")
+        if (fault.source == "refused" or hung_up) and not self._answered:
             waited = self.options.retry_deadline_s - tries.left_s()
             pause = None if waited >= FIRST_CONTACT_S else pause
         if verdict is Verdict.FAIL or pause is None:

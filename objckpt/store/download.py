@@ -12,6 +12,7 @@ from botocore.exceptions import ClientError
 
 from objckpt import limits
 from objckpt.errors import IntegrityError, ObjckptError
+from objckpt.store import deadline
 from objckpt.store.calls import Calls
 from objckpt.store.retry import Tries
 from objckpt.store.session import current_credentials
@@ -51,19 +52,26 @@ class _Cursor:
 def read_range(
     calls: Calls, key: str, start: int, buffers: Sequence[memoryview], filled: Callable[[int], None] | None
 ) -> None:
-    """See `Store.get_into`."""
+    """See `Store.get_into`.
+
+    A large range on a slow link takes what it takes: both time limits begin again as long as bytes come at no less than
+    `deadline.SLOWEST_BYTES_PER_S`.
+    """
     cursor = _Cursor(buffers)
     end = start + cursor.total
     tries = Tries.within(calls.options.retry_deadline_s)
+    renew_at = renew_bytes = int(calls.options.retry_deadline_s * deadline.SLOWEST_BYTES_PER_S)
     while True:
         client = calls.client()
         signed_with, reached = current_credentials(client), cursor.done
         where = calls.where("GetObject", key)
         stream = _receive(client, calls, key, start, end, cursor, where)
+        limit = deadline.Limit(calls.options.request_timeout_s, renewed=True)
         try:
             while True:
                 try:
-                    index = next(stream)
+                    with limit:
+                        index = next(stream)
                 except StopIteration:
                     return
                 except ObjckptError:
@@ -71,6 +79,9 @@ def read_range(
                 except Exception as error:
                     if cursor.done > reached:
                         tries.progressed()
+                    if cursor.done >= renew_at:
+                        renew_at = cursor.done + renew_bytes
+                        tries.renew(calls.options.retry_deadline_s)
                     note = f"{cursor.done} of {cursor.total} bytes of the range [{start}, {end}) had arrived"
                     calls.failed(error, where, tries, signed_with, note)
                     break
@@ -87,7 +98,6 @@ def _receive(
     yield from cursor.completed()
     if cursor.done == cursor.total:
         return
-    deadline = time.monotonic() + calls.options.request_timeout_s
     first = start + cursor.done
     full = calls.location.full(key)
     try:
@@ -101,15 +111,13 @@ def _receive(
     try:
         skip = _bytes_before(answer, first, start, end, where)
         source = raw._fp  # http.client's response: urllib3's own readinto() copies
-        _discard(source, skip, deadline)
+        _discard(source, skip, time.monotonic() + calls.options.request_timeout_s)
         while cursor.done < cursor.total:
             count = source.readinto(cursor.view())
             if not count:
                 raise IncompleteRead(b"", cursor.total - cursor.done)
             cursor.advance(count)
             yield from cursor.completed()
-            if time.monotonic() > deadline and cursor.done < cursor.total:
-                raise TimeoutError(f"no complete answer within {calls.options.request_timeout_s:g} s")
         clean = source.isclosed()  # nothing is left on the connection, so it can be used again
     finally:
         if not clean:
@@ -142,13 +150,13 @@ def _bytes_before(answer: Any, first: int, start: int, end: int, where: Where) -
     return 0
 
 
-def _discard(source: Any, count: int, deadline: float) -> None:
+def _discard(source: Any, count: int, end: float) -> None:
     scratch = memoryview(bytearray(min(count, _STEP_BYTES)))
     while count:
         got = source.readinto(scratch[:count])
         if not got:
             raise IncompleteRead(b"", count)
-        if time.monotonic() > deadline:
+        if time.monotonic() > end:  # bytes for nothing do not renew the time
             raise TimeoutError("no complete answer in time: the store ignores ranges and sends the whole object")
         count -= got
 

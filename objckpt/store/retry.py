@@ -86,13 +86,17 @@ def is_full(fault: Fault) -> bool:
 
 
 def refuses_checksum(fault: Fault) -> bool:
-    """True when the answer may mean "I do not know this checksum header" rather than "the bytes are damaged"."""
+    """True when the answer means "I do not know this checksum header" rather than "the bytes are damaged".
+
+    501 is S3's answer to a header that it does not know. InvalidRequest and InvalidArgument have a hundred other causes
+    (a part number, an encryption header): those must name the checksum, else one such answer would end all checksums.
+    """
     if fault.source != "answer" or fault.code in _RETRY:
         return False
-    if fault.code in ("NotImplemented", "InvalidRequest", "InvalidArgument") or fault.status == 501:
+    if fault.code == "NotImplemented" or fault.status == 501:
         return True
     text = fault.message.lower()
-    return fault.status == 400 and any(t in text for t in ("checksum", "algorithm", "x-amz-"))
+    return fault.status == 400 and any(t in text for t in ("checksum", "crc", "trailer"))
 
 
 def demands_checksum(fault: Fault) -> bool:
@@ -152,3 +156,7 @@ class Tries:
     def progressed(self) -> None:
         """The last try moved bytes before it broke: start again with short pauses."""
         self.count = 0
+
+    def renew(self, seconds: float) -> None:
+        """The tries have moved enough bytes to go on for `seconds` from now."""
+        self.deadline = time.monotonic() + seconds

@@ -14,7 +14,7 @@ from objckpt.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from objckpt.store import download, listing
+from objckpt.store import deadline, download, listing
 from objckpt.store.calls import Calls
 from objckpt.store.interface import ObjectInfo, Objects, OpenUploads, Refusals
 from objckpt.store.location import Location
@@ -109,9 +109,10 @@ class S3Store:
         where = self._calls.where("PutObject", key)
         try:
             # Content-MD5 and no checksum header: every server knows it, so no second request without it is ever needed.
-            answer = client.put_object(
-                Bucket=self._location.bucket, Key=full, Body=data, ContentMD5=md5_of(data), IfNoneMatch="*"
-            )
+            with deadline.Limit(self._options.request_timeout_s):
+                answer = client.put_object(
+                    Bucket=self._location.bucket, Key=full, Body=data, ContentMD5=md5_of(data), IfNoneMatch="*"
+                )
         except Exception as error:
             fault = fault_of(error)
             if fault.status in (409, 412):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import ssl
 from typing import Any
 
 import botocore.loaders
@@ -44,20 +45,32 @@ def client_settings(session: Any, options: StoreOptions) -> dict[str, Any]:
 
     Raises:
         AccessError: the profile or the configuration files cannot be read.
+        UsageError: the endpoint or the CA bundle cannot be used.
     """
     try:
         region = options.region or session.get_config_variable("region") or DEFAULT_REGION
         endpoint = options.endpoint_url or _configured_endpoint(session)
+        bundle = options.ca_bundle or session.get_config_variable("ca_bundle")
     except (boto.ProfileNotFound, boto.ConfigParseError, boto.ConfigNotFound) as error:
         raise AccessError(f"the AWS configuration cannot be used: {error}", code=type(error).__name__) from error
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise UsageError(f"the endpoint must start with http:// or https://, not {mask_url(endpoint)!r}")
+    if bundle and not (endpoint or "").startswith("http://"):
+        _check_bundle(bundle)
     return {
         "service_name": "s3",
         "region_name": region,
         "endpoint_url": without_userinfo(endpoint) if endpoint else None,
-        "verify": options.ca_bundle,
+        "verify": bundle,
     }
+
+
+def _check_bundle(path: str) -> None:
+    # Later it would be an error of each connection, and those are repeated.
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
+    except OSError as error:
+        raise UsageError(f"the CA bundle {path} (ca_bundle or AWS_CA_BUNDLE) cannot be used: {error}") from error
 
 
 def _configured_endpoint(session: Any) -> str | None:

@@ -42,6 +42,9 @@ _REGION = {
 }  # fmt: skip
 
 
+_UPLOADS = {"PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"}
+
+
 @dataclass(frozen=True, slots=True)
 class Where:
     """What was asked of whom; every message names it."""
@@ -115,20 +118,27 @@ def _diagnose(fault: Fault, where: Where, checksums_off: bool) -> tuple[type[Sto
             "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or write ~/.aws/credentials."
         )
     if fault.source == "tls":
-        return ConnectError, (
-            "TLS failed: for a self-signed certificate give its CA as ca_bundle or AWS_CA_BUNDLE; "
-            "for a server without TLS write http:// in the endpoint."
-        )
+        return ConnectError, _tls_remedy(fault.message.lower())
     if fault.source in ("refused", "timeout", "network"):
-        return (
-            ConnectError,
-            "Is the endpoint right (endpoint_url or AWS_ENDPOINT_URL), and the server running and reachable?",
-        )
+        remedy = "Is the endpoint right (endpoint_url or AWS_ENDPOINT_URL), and the server running and reachable?"
+        # A port for TLS hangs up on http: some answer 400 first, which is lost when the connection is reset.
+        plain = fault.source == "network" and where.endpoint.startswith("http://")
+        return ConnectError, f"{remedy} If it wants TLS, write https://." if plain else remedy
     if fault.source == "garbage":
         return StoreError, "Check endpoint_url or AWS_ENDPOINT_URL."
     if fault.source == "client":
         return StoreError, ""
     return _diagnose_answer(fault, where, checksums_off)
+
+
+def _tls_remedy(text: str) -> str:
+    if "wrong_version" in text or "wrong version" in text or "record layer" in text:
+        return "The server speaks no TLS at this port: write http:// in the endpoint, or the port that has TLS."
+    if "doesn't match" in text or "mismatch" in text or "not valid for" in text:
+        return "The certificate is one for other host names: write one of them in the endpoint."
+    if "certificate" in text:
+        return "The server's certificate is not trusted: give the CA that signed it as ca_bundle or AWS_CA_BUNDLE."
+    return "TLS failed: is the endpoint right (endpoint_url or AWS_ENDPOINT_URL), and the server reachable?"
 
 
 def _diagnose_answer(fault: Fault, where: Where, checksums_off: bool) -> tuple[type[StoreError], str]:
@@ -181,6 +191,21 @@ def _diagnose_answer(fault: Fault, where: Where, checksums_off: bool) -> tuple[t
             StoreError,
             'The server does not know a header of this request; checksums="off" sends no checksum headers.',
         )
+    if (
+        status is not None
+        and status >= 500
+        and where.operation in _UPLOADS
+        and code not in ("SlowDown", "ServiceUnavailable")
+    ):
+        # SeaweedFS, for one, answers InternalError when its disk or its volumes are full.
+        return (
+            StoreError,
+            "The server's own log has the cause; often its disk is full. What was saved before is intact.",
+        )
+    if code in ("InvalidRequest", "InvalidArgument") and where.operation in _UPLOADS and not checksums_off:
+        return StoreError, 'If it is the CRC-64/NVME of the upload that the server does not take: use checksums="off".'
+    if code == str(status) and status == 400 and where.endpoint.startswith("http://"):
+        return StoreError, "An S3 server gives a reason: is this a port for TLS? Then write https:// in the endpoint."
     return StoreError, ""
 
 

@@ -60,7 +60,8 @@ def put_checkpoint(
         chunks=ChunkTable.from_rows(rows),
         codecs=["raw"],
         tree=values.pack(tree),
-    ).encode()
+    )
+    data = index.encode()
     commit = Commit(
         seq=seq,
         write_id=os.urandom(16),
@@ -75,10 +76,11 @@ def put_checkpoint(
         raw_bytes=len(pack),
         stored_bytes=len(pack),
         tensors=len(shards),
-        ranks=[(checksums.digest_hex(index), len(index))],
+        ranks=[(checksums.digest_hex(data), len(data))],
+        signature=index.signature,
         meta=meta,
     )
-    store.put(commit.index_key(0), index)
+    store.put(commit.index_key(0), data)
     store.put(keys.record(seq), commit.encode())
     return commit
 

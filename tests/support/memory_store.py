@@ -4,6 +4,7 @@
     store, uploads = MemoryStore(bucket, "s3://bucket/run1"), MemoryUploads(bucket, "s3://bucket/run1")
 
 `bucket.hook(phase, operation, key)`, phase "before" or "after" the effect, may raise or block: crash sweeps use it.
+`bucket.list_lag = n`: an object is listed only after n further operations on the bucket, as on stores of old.
 """
 
 from __future__ import annotations
@@ -36,11 +37,23 @@ class MemoryBucket:
         self.hook: Hook = hook or (lambda phase, operation, key: None)
         self.conditional = conditional  # False: If-None-Match is accepted and ignored, as some servers do
         self.operations: list[tuple[str, str]] = []
+        self.list_lag = 0
+        self._born: dict[str, int] = {}  # full key -> number of operations when the object appeared
         self._ids = itertools.count(1)
 
     def new_id(self) -> str:
         """A fresh upload id."""
         return f"id-{next(self._ids)}"
+
+    def store(self, full: str, data: bytes) -> None:
+        """Write an object; inside `around`."""
+        if full not in self.objects:
+            self._born[full] = len(self.operations)
+        self.objects[full] = (bytes(data), time.time())
+
+    def listed(self, full: str) -> bool:
+        """Whether listings show the object already."""
+        return not self.list_lag or len(self.operations) - self._born.get(full, -self.list_lag) >= self.list_lag
 
     def around(self, operation: str, key: str) -> _Around:
         """`with bucket.around(…):` the effect happens inside, the hook before and after."""
@@ -87,7 +100,7 @@ class MemoryStore:
             found = []
             for full, (data, modified_s) in sorted(self.bucket.objects.items()):
                 key = self._location.relative(full)
-                if key is not None and key.startswith(prefix) and key > start_after:
+                if key is not None and key.startswith(prefix) and key > start_after and self.bucket.listed(full):
                     found.append(ObjectInfo(key, len(data), modified_s))
             return found
 
@@ -126,14 +139,14 @@ class MemoryStore:
 
     def put(self, key: str, data: bytes) -> None:
         with self.bucket.around("put", key):
-            self.bucket.objects[self._location.full(key)] = (bytes(data), time.time())
+            self.bucket.store(self._location.full(key), data)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         with self.bucket.around("put_if_absent", key):
             full = self._location.full(key)
             if full in self.bucket.objects and self.bucket.conditional:
                 raise PreconditionFailedError(f"{full} exists", key=full, status=412, code="PreconditionFailed")
-            self.bucket.objects[full] = (bytes(data), time.time())
+            self.bucket.store(full, data)
 
     def delete(self, keys: Iterable[str]) -> Refusals:
         for key in keys:
@@ -182,7 +195,7 @@ class MemoryUploads:
     async def put(self, key: str, pieces: Pieces, crc: int | None) -> None:
         await asyncio.sleep(0)
         with self.bucket.around("put_pieces", key):
-            self.bucket.objects[self._location.full(key)] = (b"".join(pieces), time.time())
+            self.bucket.store(self._location.full(key), b"".join(pieces))
 
     async def create(self, key: str) -> str:
         await asyncio.sleep(0)
@@ -210,7 +223,7 @@ class MemoryUploads:
                 raise StoreError(f"{key}: the parts are not those of {size} bytes", key=key)
             if any(stored.get(part.number, ("", b""))[0] != part.etag for part in parts):
                 raise StoreError(f"{key}: InvalidPart", key=key, status=400, code="InvalidPart")
-            self.bucket.objects[full] = (b"".join(stored[part.number][1] for part in parts), time.time())
+            self.bucket.store(full, b"".join(stored[part.number][1] for part in parts))
             del self.bucket.uploads[upload_id]
 
     async def abort(self, key: str, upload_id: str) -> None:

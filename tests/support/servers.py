@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -62,8 +63,8 @@ class WeedServer:
     name = "weed"
     bucket = BUCKET
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, options: Sequence[str] = ()) -> None:
+        self.directory, self.options = directory, options
         self._server: local_server.LocalServer | None = None
 
     @property
@@ -88,6 +89,7 @@ class WeedServer:
                 self.bucket,
                 deadline_s=DEADLINE_S,
                 die_with_parent=True,
+                options=self.options,
                 ports=self._server.ports if self._server else None,
             )
         except ObjckptError as err:

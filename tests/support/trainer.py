@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "stdin": False,  # wait for a line on stdin before the saves
     "end": "close",  # how the process ends; see `main`
     "on_busy": "wait",
+    "uploader": "process",  # the id of a thread's process is told as 0
     "linger_s": 60.0,
     "pause_s": 0.0,  # between saves
 }
@@ -54,7 +55,8 @@ def main(url: str, given: dict[str, Any]) -> None:
     from objckpt.errors import ObjckptError
 
     store = StoreOptions(retry_deadline_s=60.0, request_timeout_s=20.0)
-    ckpt = Checkpointer(url, store=store, options=SaveOptions(linger_s=opt["linger_s"], on_busy=opt["on_busy"]))
+    options = SaveOptions(**{name: opt[name] for name in ("linger_s", "on_busy", "uploader")})
+    ckpt = Checkpointer(url, store=store, options=options)
     tell("made", os.getpid())
     step = opt["first"]
     if opt["restore"]:
@@ -64,17 +66,17 @@ def main(url: str, given: dict[str, Any]) -> None:
         step = (0 if found is None else found) + 1 if step is None else step
     if opt["prepare"]:
         ckpt.prepare(state_of(0, opt["mib"]))
-        tell("agent", ckpt._flights.agent.pid)
+        tell("agent", ckpt._flights.agent.pid or 0)
     if opt["stdin"]:
         tell("waiting")
         sys.stdin.readline()
     try:
         for number in range(opt["saves"]):
             handle = ckpt.save(step + number, state_of(step + number, opt["mib"], opt["seed"]))
-            tell("saved", step + number, ckpt._flights.agent.pid)
+            tell("saved", step + number, ckpt._flights.agent.pid or 0)
             if opt["wait"] == "each" or (opt["wait"] == "last" and number == opt["saves"] - 1):
                 handle.wait_committed()
-                tell("committed", step + number, handle.seq, ckpt._flights.agent.pid)
+                tell("committed", step + number, handle.seq, ckpt._flights.agent.pid or 0)
             time.sleep(opt["pause_s"])
     except ObjckptError as err:
         tell("error", type(err).__name__, json.dumps(str(err)))

@@ -108,12 +108,13 @@ def write_ranks(
         sizes = [(name, len(pack)) for name, pack in zip(names, packs, strict=True)]
         packed = values.pack(tree) if rank == 0 else None
         table = ChunkTable.from_rows(rows)
-        index = Index(7, ATTEMPT, rank, len(ranks), sizes, shards, table, ["raw", "zstd"], packed).encode()
-        listed.append((checksums.digest_hex(index), len(index)))
-        store.put(keys.index(ATTEMPT, rank, listed[-1][0]), index)
+        index = Index(7, ATTEMPT, rank, len(ranks), sizes, shards, table, ["raw", "zstd"], packed)
+        data = index.encode()
+        listed.append((checksums.digest_hex(data), len(data)))
+        store.put(keys.index(ATTEMPT, rank, listed[-1][0], index.signature), data)
     commit = Commit(
         seq=1, write_id=os.urandom(16), epoch=1, session=SESSION, time_s=0.0, host="h", step=7, attempt=ATTEMPT,
-        parent=None, world_size=len(ranks), raw_bytes=0, stored_bytes=0, tensors=0, ranks=listed,
+        parent=None, world_size=len(ranks), raw_bytes=0, stored_bytes=0, tensors=0, ranks=listed, signature=index.signature,
     )  # fmt: skip
     result = open_checkpoint(store, commit) if opened else commit
     store.bucket.operations.clear()

@@ -22,7 +22,7 @@ from objckpt.format import keys
 from objckpt.format.index import ChunkTable, Index
 from objckpt.format.records import Commit, Open
 from objckpt.log import Log, append, read_log
-from objckpt.save.commit import LogWriter
+from objckpt.save.commit import LogWriter, Sizes
 from objckpt.store import Store
 
 
@@ -42,7 +42,7 @@ def writer(store: Store, who: int = 0) -> LogWriter:
 
 
 def commit(by: LogWriter, step: int, parent: int | None = None) -> Commit:
-    return by.commit(index(step, int(by.session)), [("0" * 32, 10)], parent, None)
+    return by.commit(index(step, int(by.session)), [("0" * 32, 10)], parent, None, Sizes(64, 64, 1))
 
 
 def test_an_empty_log_has_no_checkpoint_and_says_where() -> None:
@@ -164,6 +164,7 @@ def test_racing_writers_each_find_their_own_commit_exactly_once(conditional: boo
     def work(n: int) -> Commit:
         def make(seq: int, log: Log) -> Commit:
             return Commit(
+                signature="0" * 16,
                 seq=seq,
                 write_id=write_id,
                 epoch=by.epoch,

@@ -12,13 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.handmade import put_checkpoint
-from support.memory_store import MemoryBucket, MemoryStore
 
-import objckpt.store
-from objckpt.cli.main import run
 from objckpt.format import keys
 from objckpt.format.values import TensorLeaf, ViewSpec
-from objckpt.store import parse_url
 
 URL = "s3://bucket/run1"
 STATE = {
@@ -26,32 +22,6 @@ STATE = {
     "optim": {"state": {0: {"step": 7}}},
     "epoch": 3,
 }
-
-
-@pytest.fixture
-def bucket(monkeypatch):
-    made = MemoryBucket()
-
-    def open_store(url, options=None):
-        return MemoryStore(made, parse_url(url).url)
-
-    monkeypatch.setattr(objckpt.store, "open_store", open_store)
-    return made
-
-
-@pytest.fixture
-def store(bucket):
-    return MemoryStore(bucket, URL)
-
-
-@pytest.fixture
-def cli(capsys):
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = run(arguments)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 def test_ls(cli, store):
@@ -268,7 +238,7 @@ def test_a_name_too_long_for_the_format_is_an_error(cli, store, tmp_path):
         ["ls"],
         ["nope"],
         ["ls", URL, "--nope"],
-        ["show", URL, "--step", "x"],
+        ["show", URL, "--step", "1@x"],
         ["show", URL, "--step", "-1"],
         ["restore", URL],
         ["ls", URL, "--addressing", "x"],

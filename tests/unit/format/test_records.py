@@ -25,6 +25,7 @@ HEAD: dict[str, Any] = {
 }
 OPEN = records.Open(seq=4, **HEAD, world_size=8, capabilities={"conditional_put": True})
 COMMIT = records.Commit(
+    signature="5" * 16,
     seq=4,
     **HEAD,
     step=7,
@@ -69,8 +70,8 @@ def test_equal_records_have_equal_bytes() -> None:
 
 
 def test_index_keys() -> None:
-    assert COMMIT.index_key(1) == f"data/{ATTEMPT}/rank-00001.{'f' * 32}.index"
-    assert keys.parse_index(COMMIT.index_key(1)) == keys.IndexName(ATTEMPT, 1, "f" * 32)
+    assert COMMIT.index_key(1) == f"data/{ATTEMPT}/rank-00001.{'f' * 32}.{'5' * 16}.index"
+    assert keys.parse_index(COMMIT.index_key(1)) == keys.IndexName(ATTEMPT, 1, "f" * 32, "5" * 16)
 
 
 @settings(max_examples=100, deadline=None)

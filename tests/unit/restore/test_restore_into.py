@@ -170,6 +170,51 @@ def test_only() -> None:
         load(store, checkpoint, only="modle/*")
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("only", "said"),
+    [
+        ("modle/*", r"'modle/\*' matches no leaf of the checkpoint, which has model, ema"),
+        (["model/*", "nothing"], r"'nothing' matches no leaf of the checkpoint"),
+        ("ema/*", r"ema/w"),  # in the checkpoint only
+        ("head/*", r"head/w|no leaf of the checkpoint"),  # in the state only
+        (["model/*", "ema/*"], r"ema/w"),
+        ("loader/b", r"loader/b"),  # inside an object that takes what was saved
+    ],
+)
+def test_a_pattern_must_match_on_both_sides(strict: bool, only: str | list[str], said: str) -> None:
+    class Loader:
+        def state_dict(self) -> dict[str, int]:
+            return {"b": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError("nothing is to be loaded")
+
+    store, checkpoint = write({"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2)}, "loader": {"a": 1}})
+    into = {"model": {"w": torch.zeros(2)}, "head": {"w": torch.zeros(2)}, "loader": Loader()}
+    with pytest.raises(MismatchError, match=said):
+        restore_into(store, checkpoint, into, only=only, strict=strict)
+    assert not into["model"]["w"].any()
+    if "nothing" in only:
+        with pytest.raises(MismatchError, match=said):
+            load(store, checkpoint, only=only)
+
+
+def test_a_pattern_matches_what_only_the_checkpoint_can_name() -> None:
+    """The state of a fresh optimizer and the content of a mapping of values are not in the state given."""
+    model = torch.nn.Linear(2, 2)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    store, checkpoint = write({"optim": optim, "args": {"a": 1}, "lr": 3})
+    fresh = torch.optim.Adam(torch.nn.Linear(2, 2).parameters())
+    into: dict[str, Any] = {"optim": fresh, "args": {}, "lr": 0}
+    restore_into(store, checkpoint, into, only=["optim/state/*", "args/a"])
+    assert len(fresh.state) == 2 and into["args"] == {"a": 1} and into["lr"] == 0
+    restore_into(store, checkpoint, into, only=["args", "l?"])
+    assert into["lr"] == 3
+
+
 def make_training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -45,9 +45,29 @@ def test_classify(fault: Fault, verdict: Verdict) -> None:
 def test_refused_and_demanded_checksums_are_told_apart_from_damage() -> None:
     assert refuses_checksum(answer(501, "NotImplemented"))
     assert refuses_checksum(answer(400, "InvalidArgument", "unsupported x-amz-checksum-crc64nvme"))
+    assert refuses_checksum(answer(400, "InvalidRequest", "Value for x-amz-trailer header is invalid."))
+    assert refuses_checksum(answer(400, "InvalidRequest", "CRC64NVME is not supported"))
     assert not refuses_checksum(answer(400, "BadDigest", "The CRC64NVME you specified did not match"))
     assert not refuses_checksum(answer(403, "AccessDenied"))
     assert demands_checksum(answer(400, "InvalidRequest", "Content-MD5 is required with Object Lock"))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("InvalidArgument", "Part number must be an integer between 1 and 10000, inclusive"),
+        ("InvalidRequest", "The encryption method specified is not supported"),
+        ("InvalidArgument", "x-amz-content-sha256 must be UNSIGNED-PAYLOAD, or a valid sha256 value."),
+        (
+            "InvalidRequest",
+            "The authorization mechanism you have provided is not supported. Please use AWS4-HMAC-SHA256.",
+        ),
+        ("InvalidRequest", ""),
+        ("InvalidStorageClass", "The storage class you specified is not valid"),
+    ],
+)
+def test_other_bad_requests_are_no_refusal_of_checksums(code: str, message: str) -> None:
+    assert not refuses_checksum(answer(400, code, message))
 
 
 def test_pauses_grow_and_carry_jitter() -> None:

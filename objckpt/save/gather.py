@@ -1,0 +1,147 @@
+"""A checkpoint of many ranks, without a collective: rank 0 sees by listing who has finished, the others by the log how it ended.
+
+Every rank uploads its index last, under a name that carries its digest. A listed name is proof; a missing one only means
+wait. Whoever waits too long gives the attempt up in the log: then it can never commit, and all ranks learn the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterator
+
+from objckpt import log as commit_log
+from objckpt.errors import IntegrityError, ObjckptError, SaveError, WriterFencedError
+from objckpt.format import keys
+from objckpt.format.index import Index
+from objckpt.format.records import Commit
+from objckpt.limits import MAX_INDEX_BYTES
+from objckpt.save.commit import LogWriter
+from objckpt.store import Store
+
+logger = logging.getLogger("objckpt")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_SHOWN = 8
+_jitter = random.Random()
+
+
+def wait_for_ranks(store: Store, index: Index, deadline_s: float) -> tuple[list[tuple[str, int]], int]:
+    """Block until every rank's index is listed. Returns digest and size of each, and the bytes of all packs.
+
+    Raises:
+        SaveError: a rank has failed, or has other values than rank 0 (named), or ranks are missing after `deadline_s`.
+    """
+    end = time.monotonic() + deadline_s
+    for pause_s in _pauses():
+        found: dict[int, tuple[keys.IndexName, int]] = {}
+        packs = 0
+        for info in store.list(keys.attempt_prefix(index.attempt)):
+            if (rank := keys.parse_failed(info.key)) is not None:
+                why = store.get(info.key, max_bytes=1 << 20).decode(errors="replace")
+                raise SaveError(f"rank {rank} could not save its part: {why}", rank=rank)
+            name = keys.parse_index(info.key)
+            if name is None:
+                packs += info.size if keys.is_pack(info.key) else 0
+                continue
+            if name.rank >= index.world_size or name.rank in found:
+                raise SaveError(
+                    f"{info.key}: an index of rank {name.rank} that this job of {index.world_size} ranks did not write: "
+                    "two jobs save under this URL as one; give each its own",
+                    rank=name.rank,
+                )
+            found[name.rank] = (name, info.size)
+            if name.signature != index.signature:
+                raise SaveError(_difference(store, index, info.key, name.rank, info.size), rank=name.rank)
+        if len(found) == index.world_size:
+            return [(found[rank][0].digest, found[rank][1]) for rank in range(index.world_size)], packs
+        if time.monotonic() > end:
+            late = [rank for rank in range(index.world_size) if rank not in found]
+            raise SaveError(
+                f"{_ranks(late)} of {index.world_size} ranks have not finished {deadline_s:.0f} s after rank 0: dead, or "
+                "slower than SaveOptions.rank_deadline_s allows",
+                ranks=late,
+            )
+        time.sleep(pause_s)
+    raise AssertionError("unreachable")
+
+
+def wait_for_outcome(writer: LogWriter, attempt: str, deadline_s: float) -> Commit:
+    """Block until rank 0 has committed the attempt; called on the other ranks.
+
+    Raises:
+        SaveError: rank 0, or another rank, has given the attempt up; or `deadline_s` is over, and this rank gives it up.
+        WriterFencedError: another job has opened the log meanwhile.
+    """
+    end = time.monotonic() + deadline_s
+    for pause_s in _pauses():
+        writer.log = log = commit_log.read_log(writer.store, writer.log)
+        found = next((c for c in log.commits if c.attempt == attempt), None)
+        if found is not None:
+            return found
+        if attempt in log.aborted:
+            raise SaveError(f"the ranks gave the attempt up: {log.why_aborted(attempt)}")
+        mine = [r.epoch for r in log.opens if r.session == writer.session]
+        if mine:
+            writer.epoch = mine[-1]
+            commit_log.fence(log, writer.epoch, writer.session)
+        if time.monotonic() > end:
+            return _give_up(writer, attempt, f"rank 0 did not commit within {deadline_s:.0f} s")
+        time.sleep(pause_s)
+    raise AssertionError("unreachable")
+
+
+def _give_up(writer: LogWriter, attempt: str, reason: str) -> Commit:
+    """End the attempt in the log, unless it has committed just now."""
+    if not writer.epoch:
+        raise SaveError(f"{reason}, and never opened the log")
+    try:
+        writer.retire([], [attempt], reason)
+    except WriterFencedError:
+        raise
+    except ObjckptError as err:
+        raise SaveError(f"{reason}; giving it up in the log failed too: {err}") from err
+    found = next((c for c in writer.log.commits if c.attempt == attempt), None)
+    if found is not None:
+        return found
+    raise SaveError(reason)
+
+
+def abandon(writer: LogWriter, attempt: str, reason: str, rank: int, world_size: int) -> None:
+    """Tell the other ranks that this one has failed: rank 0 by the log, another by an object that rank 0 lists."""
+    if world_size == 1:
+        return
+    try:
+        if rank == 0 and writer.epoch:
+            writer.retire([], [attempt], reason[:2000])
+        elif rank:
+            writer.store.put(keys.failed(attempt, rank), reason.encode()[:100_000])
+    except ObjckptError as err:
+        logger.warning("the other ranks could not be told of the failure, and will wait for their deadline: %s", err)
+
+
+def _difference(store: Store, index: Index, key: str, rank: int, size: int) -> str:
+    try:
+        other = dict(Index.decode(store.get(key, max_bytes=min(size, MAX_INDEX_BYTES)), key).replicated)
+    except (ObjckptError, IntegrityError) as err:
+        return f"rank {rank} has other values than rank 0 ({key} cannot be read: {err})"
+    mine = dict(index.replicated)
+    names = sorted({n for n in mine.keys() | other.keys() if mine.get(n) != other.get(n)})
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return (
+        f"rank {rank} and rank 0 differ in {shown}: what is not sharded must be the same on all ranks; "
+        "pass what belongs to a rank as per_rank={…}"
+    )
+
+
+def _ranks(late: list[int]) -> str:
+    shown = ", ".join(map(str, late[:_SHOWN]))
+    return f"ranks {shown}" + (f" and {len(late) - _SHOWN} more" if len(late) > _SHOWN else "")
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds to wait before each further look, without end."""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        yield pause_s * _jitter.uniform(0.5, 1.5)
+        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
