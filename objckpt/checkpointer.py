@@ -35,6 +35,7 @@ from objckpt.format.records import Commit
 from objckpt.group import Group, can_send
 from objckpt.handle import SaveHandle, SaveStats
 from objckpt.log import Log, read_log
+from objckpt.preempt import Preemption
 from objckpt.restore.into import Restoration
 from objckpt.restore.removed import unless_removed
 from objckpt.restore.share import Sharing
@@ -58,8 +59,25 @@ class Checkpointer:
     The commands of `objckpt` (`ls`, `show`, `verify`, `restore`) work on the same URL.
     """
 
-    def __init__(self, url: str, *, store: StoreOptions | None = None, options: SaveOptions | None = None) -> None:
-        """Raises UsageError for a URL or option that is not acceptable. Nothing is read or written."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        store: StoreOptions | None = None,
+        options: SaveOptions | None = None,
+        on_preempt: Callable[[], object] | None = None,
+    ) -> None:
+        """Nothing is read or written. In a process group of several ranks it broadcasts once: all ranks must make theirs.
+
+        Args:
+            on_preempt: with it SIGTERM does not end the process: it sets `preempted`, and calls this once, in the main thread
+                between two of its instructions. The training loop should look at `preempted` after each step, save, and
+                leave. Saves go on meanwhile, since the uploader ignores SIGTERM. Until `close` a handler that was there
+                before is called as well.
+
+        Raises:
+            UsageError: a URL or option is not acceptable, or `on_preempt` is given outside the main thread.
+        """
         self._store_options = store or StoreOptions()
         self.options = options or SaveOptions()
         self._store = open_store(url, self._store_options)
@@ -83,7 +101,13 @@ class Checkpointer:
         self._log: Log | None = None
         self.missing: list[str] = []  # of the last restore with strict=False: in the state only
         self.unexpected: list[str] = []  # … in the checkpoint only
+        self._preemption = None if on_preempt is None else Preemption(on_preempt)
         self._closed = False
+
+    @property
+    def preempted(self) -> bool:
+        """Whether SIGTERM has come since this object was made with `on_preempt`. Of this process; other ranks may differ."""
+        return self._preemption is not None and self._preemption.happened
 
     def __enter__(self) -> Self:
         return self
@@ -189,6 +213,8 @@ class Checkpointer:
         self._flights.wait(timeout)
         self._closed = True
         _open.discard(self)
+        if self._preemption is not None:
+            self._preemption.stop()
         self._flights.close()
         self._arena.close()
         self._store.close()
@@ -249,9 +275,9 @@ class Checkpointer:
         commit = self._choose(step)
         if commit is None:
             return None
-        group, target = self.group, dict(into)
+        group, target = self.group, into
         if per_rank is not None:
-            target[PER_RANK] = {group.rank: per_rank}
+            target = {**into, PER_RANK: {group.rank: per_rank}}
 
         def match() -> Restoration:
             for near in (group.rank if group.size > 1 else None, None):
@@ -275,9 +301,12 @@ class Checkpointer:
             if sharing is not None:
                 sharing.exchange()
             group.together(work.hand_over)
-        if per_rank is not None and target[PER_RANK][group.rank] is not per_rank:  # replaced as a whole
-            per_rank.clear()
-            per_rank.update(target[PER_RANK][group.rank])
+        if per_rank is not None:
+            if target[PER_RANK][group.rank] is not per_rank:  # replaced as a whole
+                per_rank.clear()
+                per_rank.update(target[PER_RANK][group.rank])
+            for key in [k for k in into if target[k] is not into[k]]:  # values: they were put into the copy
+                into[key] = target[key]  # type: ignore[index]
         self._flights.rebase(commit.seq, commit.step)
         report = work.report
         self.missing, self.unexpected = report.missing, report.unexpected
