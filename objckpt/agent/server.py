@@ -13,21 +13,19 @@ import select
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from objckpt.agent.protocol import Channel, Message, agent_address
 from objckpt.agent.retention import Retention
 from objckpt.config import SaveOptions, StoreOptions
 from objckpt.errors import ConnectError, ObjckptError, SaveError
-from objckpt.format import checksums, keys, values
+from objckpt.format import keys, values
 from objckpt.format.index import Index
 from objckpt.format.records import Commit
-from objckpt.save import gather, plan
+from objckpt.save import gather
 from objckpt.save.arena import ArenaReader, pieces
-from objckpt.save.commit import LeafMeta, LogWriter, Sizes, build_index, index_object
-from objckpt.save.encode import Encoded, encode
-from objckpt.save.upload import upload_packs
+from objckpt.save.commit import LeafMeta, LogWriter, Sizes
+from objckpt.save.journey import Journey, Snapshot, upload_index
 from objckpt.store import Uploads, open_store, open_uploads
 
 logger = logging.getLogger("objckpt")
@@ -65,10 +63,7 @@ class _Agent:
         self.arena: ArenaReader | None = None
         self.inbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self.trainer_gone = asyncio.Event()
-        workers = max(1, min(8, (os.cpu_count() or 2) - 1))
-        self.window = 2 * workers
-        self.pool = ThreadPoolExecutor(workers, "objckpt-encode")
-        self.reader = ThreadPoolExecutor(1, "objckpt-read")
+        self.journey = Journey(self.store_options, self.options)
 
     async def run(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -96,8 +91,7 @@ class _Agent:
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
             self.store.close()
-            self.pool.shutdown(wait=False, cancel_futures=True)
-            self.reader.shutdown(wait=False, cancel_futures=True)
+            self.journey.close()
             if self.arena is not None:
                 os.close(self.arena.fd)
 
@@ -197,49 +191,27 @@ class _Agent:
         if self.rank == 0:
             await asyncio.to_thread(self.writer.open)
         views, slab_bytes = self.arena.views(message["slabs"]), self.arena.slab_bytes
-        metas = [_leaf_meta(row) for row in message["leaves"]]
-        plans, total = plan.lay_out([row[-1] for row in message["leaves"]])
-        part_bytes = self.options.part_bytes or plan.part_bytes_for(
-            total, self.store_options.connections, self.options.compression
-        )
-        encoded = Encoded()
-        parts = encode(
-            plans,
-            message["itemsizes"],
-            lambda start, nbytes: pieces(views, slab_bytes, start, nbytes),
-            compression=self.options.compression,
-            chunk_bytes=self.options.chunk_bytes,
-            part_bytes=part_bytes,
-            pool=self.pool,
-            window=self.window,
-            out=encoded,
+        snapshot = Snapshot(
+            metas=[_leaf_meta(row) for row in message["leaves"]],
+            sizes=[row[-1] for row in message["leaves"]],
+            itemsizes=message["itemsizes"],
+            read=lambda start, nbytes: pieces(views, slab_bytes, start, nbytes),
         )
         self.stage = "upload"
-        await upload_packs(
+        index = await self.journey.upload(
             uploads,
-            parts,
-            attempt=attempt,
-            rank=self.rank,
-            connections=self.store_options.connections,
-            reader=self.reader,
-            progress=self._progress(message["save"], total),
-        )
-        index = build_index(
+            snapshot,
             step=message["step"],
             attempt=attempt,
             rank=self.rank,
             world_size=self.world_size,
-            metas=metas,
-            plans=plans,
-            encoded=encoded,
-            chunk_bytes=self.options.chunk_bytes,
             tree=message["tree"],
             replicated=[(fqn, digest) for fqn, digest in message["replicated"]],
+            progress=self._progress(message["save"], snapshot.nbytes),
         )
-        key, data = index_object(index)
-        await uploads.put(key, [memoryview(data)], checksums.crc64(data))
+        named = await upload_index(uploads, index)
         uploaded_s = time.monotonic()
-        commit = await asyncio.to_thread(self._commit, index, message)
+        commit = await asyncio.to_thread(self._commit, index, named, message)
         self.parent = commit.seq
         return {
             "seq": commit.seq,
@@ -250,17 +222,14 @@ class _Agent:
             "agent_cpu_s": time.process_time() - cpu_s,
         }
 
-    def _commit(self, index: Index, message: Message) -> Commit:
+    def _commit(self, index: Index, named: tuple[str, int], message: Message) -> Commit:
         """The manifest of a checkpoint whose index this rank has written: appended by rank 0, waited for by the others."""
         deadline_s = self.options.rank_deadline_s
         if self.rank:
             self.stage = "commit"
             return gather.wait_for_outcome(self.writer, index.attempt, deadline_s)
         if self.world_size == 1:
-            key, data = index_object(index)
-            named = keys.parse_index(key)
-            assert named is not None
-            ranks, packs = [(named.digest, len(data))], sum(size for _, size in index.packs)
+            ranks, packs = [named], sum(size for _, size in index.packs)
         else:
             ranks, packs = gather.wait_for_ranks(self.store, index, deadline_s)
         self.stage = "commit"
