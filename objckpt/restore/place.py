@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from objckpt.errors import UsageError
-from objckpt.events import Progress
+from objckpt.events import Progress, ignore
 from objckpt.format.values import TensorLeaf, ViewSpec
 from objckpt.geometry import Box, whole
 from objckpt.restore.fetch import fetch
@@ -116,7 +116,7 @@ class _Target:
 class Filler:
     """Collects targets, plans, fetches, and copies what is left. Of a DTensor only the local boxes are filled."""
 
-    def __init__(self, store: Store, checkpoint: Checkpoint, progress: Progress) -> None:
+    def __init__(self, store: Store, checkpoint: Checkpoint, progress: Progress = ignore) -> None:
         self.store, self.checkpoint, self.progress = store, checkpoint, progress
         self.targets: dict[str, list[_Target]] = {}
         self.views: list[tuple[TensorLeaf, torch.Tensor]] = []
@@ -134,12 +134,16 @@ class Filler:
     def add(self, stored: StoredTensor, target: torch.Tensor) -> None:
         """Fill `target`, which has the shape of `stored`. A window of memory that is filled already is left alone."""
         for tensor, box in parts_of(target, stored.fqn):
-            if tensor.numel():
-                window = window_of(tensor)
-                if window in self.windows:
-                    continue
-                self.windows[window] = stored.fqn
-            self.targets.setdefault(stored.fqn, []).append(_Target(tensor, box))
+            self.add_box(stored, tensor, box)
+
+    def add_box(self, stored: StoredTensor, tensor: torch.Tensor, box: Box) -> None:
+        """Fill `tensor`, which has the shape of `box`, with this box of `stored`, in global elements."""
+        if tensor.numel():
+            window = window_of(tensor)
+            if window in self.windows:
+                return
+            self.windows[window] = stored.fqn
+        self.targets.setdefault(stored.fqn, []).append(_Target(tensor, box))
 
     def run(self) -> None:
         """Blocks until every target is full."""
