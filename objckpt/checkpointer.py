@@ -32,7 +32,7 @@ from objckpt.flights import Flights
 from objckpt.format import values
 from objckpt.format.index import PER_RANK
 from objckpt.format.records import Commit
-from objckpt.group import Group, can_send
+from objckpt.group import Group, can_exchange
 from objckpt.handle import SaveHandle, SaveStats
 from objckpt.log import Log, read_log
 from objckpt.preempt import Preemption
@@ -258,8 +258,8 @@ class Checkpointer:
             per_rank: what `save` was given as `per_rank`, to be filled with that of this rank.
             only: patterns of FQNs (`"model/*"`) to restore; the rest stays untouched.
             cast: permit another floating dtype than the stored one.
-            read_sharing: in a job of several ranks "auto" lets each read a part of the tensors that all hold alike, and pass
-                it on; "off" makes each read for itself.
+            read_sharing: in a job of several ranks "auto" lets what several of them want be read by one and passed on, where
+                the process group moves tensors of the host (gloo); "off" makes each read for itself.
 
         In a job of several ranks all must call this, with parts of the same state; it communicates. When it fails on one
         rank it raises on all: the failure there, PeerError elsewhere.
@@ -294,12 +294,12 @@ class Checkpointer:
         with unless_removed(self._store, commit):
             work = group.together(match)
             sharing = None
-            if read_sharing == "auto" and group.size > 1:
-                sharing = Sharing(group, can_send)
-                work.fills = sharing.mine(work.fills)
+            if read_sharing == "auto" and group.size > 1 and can_exchange():
+                sharing = Sharing(group, self._store, work.checkpoint, progress)
+                work.fills = sharing.take(work.fills)
             group.together(work.fetch)
             if sharing is not None:
-                sharing.exchange()
+                sharing.run()
             group.together(work.hand_over)
         if per_rank is not None:
             if target[PER_RANK][group.rank] is not per_rank:  # replaced as a whole

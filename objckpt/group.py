@@ -70,11 +70,15 @@ class Group:
         dist.all_gather_object(out, value)
         return out
 
-    def send(self, tensor: torch.Tensor, src: int) -> None:
-        """Rank `src`'s bytes of a tensor, on all ranks."""
-        dist.broadcast(tensor, src=src)
+    def exchange(self, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor]) -> None:
+        """Send a host buffer to each of some ranks, and fill one from each of some. All ranks must mean the same sizes."""
+        work = [dist.isend(buffer, rank) for rank, buffer in sorted(out.items())]
+        work += [dist.irecv(buffer, rank) for rank, buffer in sorted(into.items())]
+        for each in work:
+            if each is not None:
+                each.wait()
 
 
-def can_send(device: torch.device) -> bool:
-    """Whether the default process group moves tensors of this device."""
-    return dist.is_initialized() and device.type in str(dist.get_backend_config())
+def can_exchange() -> bool:
+    """Whether the default process group moves tensors of the host: not one of NCCL alone."""
+    return dist.is_initialized() and "cpu" in str(dist.get_backend_config())

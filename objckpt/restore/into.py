@@ -93,7 +93,7 @@ class Restoration:
         progress: Progress = ignore,
     ) -> None:
         """Raises MismatchError, and UsageError for pickled values."""
-        self._checkpoint, self._pickle = checkpoint, pickle
+        self.checkpoint, self._pickle = checkpoint, pickle
         found = template.match(into, checkpoint.tree, checkpoint.describe, only=only, cast=cast)
         template.check(found, strict=strict, step=checkpoint.commit.step)
         if only is not None:
@@ -114,7 +114,7 @@ class Restoration:
     @property
     def covered(self) -> bool:
         """Whether the indexes that were read have every byte that is wanted; see `open_checkpoint`, `near`."""
-        return all(covered(self._checkpoint, leaf, target) for target, leaf in self.fills)
+        return all(covered(self.checkpoint, leaf, target) for target, leaf in self.fills)
 
     def fetch(self) -> None:
         """Bring the bytes of `fills` into their tensors. Blocks. Raises IntegrityError and StoreError."""
@@ -141,7 +141,7 @@ class Restoration:
             if path in item.reuse:
                 return item.reuse[path]
             param = item.param_of(path)
-            dtype, shape = self._checkpoint.describe(leaf)
+            dtype, shape = self.checkpoint.describe(leaf)
             if param is None or not is_distributed(param) or tuple(param.shape) != shape:
                 return self._new.tensor_of(path, leaf)
             fills.append((new_like(param, dtype, to_fqn(path)), leaf))  # the state of a sharded parameter is sharded

@@ -52,7 +52,7 @@ def raw(nbytes: int) -> torch.Tensor:
 
 def put(out: torch.Tensor, spot: tuple[slice, ...], part: torch.Tensor) -> None:
     """Copy `part` to a place in `out`, bit by bit."""
-    _copy(out[spot], part)
+    copy(out[spot], part)
 
 
 def new_like(tensor: torch.Tensor, dtype: str, fqn: str) -> torch.Tensor:
@@ -166,7 +166,7 @@ class Filler:
             source = view_of(sources[leaf.fqn], leaf.view, leaf.fqn)
             self.late += [(tensor, local_part(source, box)) for tensor, box in parts_of(wanted, leaf.fqn)]
         for tensor, source in self.late:
-            _copy(tensor, source)
+            copy(tensor, source)
         for targets in self.targets.values():
             for target in targets:
                 if not target.tensor.is_inference():
@@ -244,7 +244,7 @@ class _Placer:
     def place(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Returns when the copy is done: the scratch memory is used again."""
         if target.device not in self.ready:
-            _copy(target, source)
+            copy(target, source)
             return
         streams: dict[torch.device, Any] = self.streams.__dict__.setdefault("of", {})
         stream = streams.get(target.device)
@@ -252,11 +252,12 @@ class _Placer:
             stream = streams[target.device] = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
             stream.wait_event(self.ready[target.device])
         with torch.cuda.stream(stream):
-            _copy(target, source, non_blocking=True)
+            copy(target, source, non_blocking=True)
         stream.synchronize()
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+def copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Bit by bit where the dtypes are equal; else the values, cast."""
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         if target.dtype == source.dtype and not _lazy_bits(target):
             target, source = as_bits(target), as_bits(source)  # bit by bit, whatever the dtype: NaNs keep their payload

@@ -1,25 +1,37 @@
-"""Reading a replicated tensor once for a job: each rank fetches its part of the leaves, and passes them on.
+"""Reading once for a whole job: what several ranks want is fetched by one of them, which passes the pieces on.
 
-Only whole tensors that every rank wants alike take part: those that all replicas of a data-parallel job hold. Which rank
-reads what is chosen by bytes, the same everywhere; the only messages are one exchange of names and the tensors themselves.
+That is so for replicas (DDP, HSDP), and when a layout changes across the stored rows: a chunk is verified whole, so each
+rank would fetch nearly all chunks for its columns. Who reads what follows from the indexes and from the boxes that the
+ranks want, the same everywhere; after one exchange of those, only tensor bytes travel. In rounds of bounded size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from objckpt.events import Progress, ignore
 from objckpt.format.values import TensorLeaf
-from objckpt.state.dtypes import as_bits
-from objckpt.state.shards import Replicated, choose_writers, is_distributed
+from objckpt.geometry import Box
+from objckpt.restore.open import Checkpoint, StoredTensor, open_checkpoint
+from objckpt.restore.place import Filler, copy, new, parts_of
+from objckpt.restore.plan import box_runs, overlaps, split
+from objckpt.state.dtypes import as_bytes, dtype_of
+from objckpt.state.shards import local_part
+from objckpt.store import Store
 
+T = TypeVar("T")
 Fill = tuple[torch.Tensor, TensorLeaf]
+UNIT_BYTES = 64 * 1024 * 1024  # read by one rank at a time; cut at rows, so a chunk at each border is read twice
+ROUND_BYTES = 2 * UNIT_BYTES  # of one rank; it holds as much again in buffers
+_WORTH_IT = 1.05  # more bytes than this multiple of the tensor are wanted: then it is shared
 
 
 class Ranks(Protocol):
-    """The ranks of the job; both methods are collectives."""
+    """The ranks of the job; all methods are collectives."""
 
     @property
     def rank(self) -> int: ...
@@ -30,36 +42,132 @@ class Ranks(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of ranks."""
 
-    def send(self, tensor: torch.Tensor, src: int) -> None:
-        """Rank `src`'s bytes of a tensor, on all ranks."""
+    def together(self, work: Callable[[], T]) -> T:
+        """Do something on every rank; a failure anywhere raises everywhere."""
+
+    def exchange(self, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor]) -> None:
+        """Send a host buffer to each of some ranks, and fill one from each of some."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A box of a stored tensor, in global elements, that `reader` fetches for all."""
+
+    fqn: str
+    box: Box
+    nbytes: int
+    reader: int
 
 
 class Sharing:
-    """Used by all ranks of a job in one restore. `usable` tells whether tensors of a device can be sent."""
+    """Used by all ranks of a job in one restore: `take`, and after the rest is fetched `run`."""
 
-    def __init__(self, ranks: Ranks, usable: Callable[[torch.device], bool]) -> None:
-        self.ranks = ranks
-        self._usable = usable
-        self._todo: list[tuple[torch.Tensor, int]] = []
+    def __init__(self, ranks: Ranks, store: Store, checkpoint: Checkpoint, progress: Progress = ignore) -> None:
+        self.ranks, self.store, self.checkpoint, self.progress = ranks, store, checkpoint, progress
+        self._targets: dict[str, list[tuple[torch.Tensor, Box]]] = {}
+        self._wanted: list[dict[str, list[Box]]] = []  # of each rank
+        self._rounds: list[list[_Unit]] = []
 
-    def mine(self, fills: Sequence[Fill]) -> list[Fill]:
-        """The fills that this rank fetches itself; the others come by `exchange`. A collective."""
-        offered: dict[tuple[Any, ...], Fill] = {}
+    def take(self, fills: Sequence[Fill]) -> list[Fill]:
+        """Plan; returns the fills that are left to be fetched by this rank alone. A collective."""
+        complete = self.ranks.gather(self.checkpoint.complete)
+        if not any(complete):
+            return list(fills)  # every rank takes back what it wrote
+        self.checkpoint = self.ranks.together(self._whole)
         for target, leaf in fills:
-            if leaf.view is not None or is_distributed(target) or not target.numel() or not self._usable(target.device):
-                continue
-            if target.is_contiguous():
-                name = (leaf.fqn, target.nbytes, str(target.dtype), target.device.type)
-                offered.setdefault(name, (target, leaf))
-        common = set.intersection(*map(set, self.ranks.gather(list(offered))))
-        readers = choose_writers(Replicated(fqn, nbytes, (), self.ranks.size) for fqn, nbytes, *_ in common)
-        self._todo = [(offered[name][0], readers[name[0]]) for name in sorted(common)]
-        taken = {id(offered[name][0]) for name in common if readers[name[0]] != self.ranks.rank}
-        return [(target, leaf) for target, leaf in fills if id(target) not in taken]
+            if leaf.view is None:
+                parts = [(tensor, box) for tensor, box in parts_of(target, leaf.fqn) if box.elements]
+                self._targets.setdefault(leaf.fqn, []).extend(parts)
+        mine = {fqn: [(box.offset, box.shape) for _, box in parts] for fqn, parts in self._targets.items() if parts}
+        self._wanted = [
+            {fqn: [Box(*box) for box in boxes] for fqn, boxes in each.items()} for each in self.ranks.gather(mine)
+        ]
+        shared = [fqn for fqn in sorted(set().union(*self._wanted)) if self._worth(self.checkpoint.tensors[fqn])]
+        self._plan(shared)
+        gone = set(shared)
+        return [(target, leaf) for target, leaf in fills if leaf.view is not None or leaf.fqn not in gone]
 
-    def exchange(self) -> None:
-        """Pass on what this rank has read, and receive the rest. A collective."""
-        for target, reader in self._todo:
-            with torch.no_grad():
-                self.ranks.send(as_bits(target.detach()), reader)
-        self._todo = []
+    def _whole(self) -> Checkpoint:
+        done = self.checkpoint.complete
+        return self.checkpoint if done else open_checkpoint(self.store, self.checkpoint.commit)
+
+    def run(self) -> None:
+        """Fetch and pass on, round by round. A collective; blocks."""
+        for units in self._rounds:
+            own = [unit for unit in units if unit.reader == self.ranks.rank]
+            read = self.ranks.together(lambda own=own: self._read(own))  # type: ignore[misc]
+            self._pass_on(units, read)
+
+    def _worth(self, stored: StoredTensor) -> bool:
+        wanted = 0
+        for rank in self._wanted:
+            for box in rank.get(stored.fqn, ()):
+                for shard, part in overlaps(stored, box):
+                    runs = box_runs(shard, part)
+                    # Between the first and the last byte: nearly all chunks there are fetched, unless runs are far apart.
+                    wanted += (
+                        shard.entry.nbytes if runs is None else int(runs.starts[-1] - runs.starts[0]) + runs.length
+                    )
+        return wanted > _WORTH_IT * stored.nbytes
+
+    def _plan(self, shared: Sequence[str]) -> None:
+        """Give each piece to the reader that has least so far, and put each reader's pieces into rounds."""
+        load = [0] * self.ranks.size
+        for fqn in shared:
+            stored = self.checkpoint.tensors[fqn]
+            for shard in stored.shards:
+                for box in split(shard.entry.box, stored.itemsize, UNIT_BYTES) if shard.entry.box.elements else ():
+                    reader = load.index(min(load))
+                    nbytes = box.elements * stored.itemsize
+                    number = load[reader] // ROUND_BYTES
+                    load[reader] += nbytes
+                    while len(self._rounds) <= number:
+                        self._rounds.append([])
+                    self._rounds[number].append(_Unit(fqn, box, nbytes, reader))
+
+    def _read(self, units: Sequence[_Unit]) -> list[torch.Tensor]:
+        filler = Filler(self.store, self.checkpoint, self.progress)
+        out = []
+        for unit in units:
+            stored = self.checkpoint.tensors[unit.fqn]
+            out.append(new(stored, list(unit.box.shape)))
+            filler.add_box(stored, out[-1], unit.box)
+        filler.run()
+        return out
+
+    def _pass_on(self, units: Sequence[_Unit], read: Sequence[torch.Tensor]) -> None:
+        me, mine = self.ranks.rank, iter(read)
+        pieces: dict[int, list[torch.Tensor]] = {}
+        into: dict[int, torch.Tensor] = {}
+        sizes: dict[int, int] = {}
+        for unit in units:
+            tensor = next(mine) if unit.reader == me else None
+            for rank, wanted in enumerate(self._wanted):
+                for box in wanted.get(unit.fqn, ()):
+                    common = unit.box.intersect(box)
+                    if common is None or (tensor is None and rank != me):
+                        continue
+                    if tensor is None:
+                        itemsize = self.checkpoint.tensors[unit.fqn].itemsize
+                        sizes[unit.reader] = sizes.get(unit.reader, 0) + common.elements * itemsize
+                    else:
+                        part = local_part(tensor, common.relative_to(unit.box))
+                        pieces.setdefault(rank, []).append(as_bytes(part.contiguous()).reshape(-1))
+        out = {rank: torch.cat(parts) for rank, parts in pieces.items() if rank != me}
+        into = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in sizes.items()}
+        self.ranks.exchange(out, into)
+        if me in pieces:
+            into[me] = torch.cat(pieces[me])
+        at = dict.fromkeys(into, 0)
+        for unit in units:
+            stored = self.checkpoint.tensors[unit.fqn]
+            dtype = dtype_of(stored.dtype, unit.fqn)
+            for target, box in self._targets.get(unit.fqn, ()):
+                common = unit.box.intersect(box)
+                if common is None:
+                    continue
+                start = at[unit.reader]
+                at[unit.reader] = end = start + common.elements * stored.itemsize
+                # A buffer's piece may start anywhere, a typed view may not.
+                source = into[unit.reader][start:end].clone().view(dtype).view(common.shape)
+                copy(local_part(target, common.relative_to(box)), source)
