@@ -37,6 +37,7 @@ class AgentClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._server: threading.Thread | None = None
         self._stderr = -1
+        self._died_of: Exception | None = None  # in thread mode
         self.hung_up = False
         self.ended = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -101,9 +102,14 @@ class AgentClient:
     def _start_thread(self, theirs: socket.socket) -> None:
         from objckpt.agent.server import serve
 
-        self._server = threading.Thread(
-            target=serve, args=(theirs,), kwargs={"own_process": False}, name="objckpt-uploader", daemon=True
-        )
+        def run() -> None:
+            try:
+                serve(theirs, own_process=False)
+            except Exception as err:  # of its start, such as an unusable CA bundle: a save's failures are told as messages
+                logger.debug("the uploader ended", exc_info=True)
+                self._died_of = err
+
+        self._server = threading.Thread(target=run, name="objckpt-uploader", daemon=True)
         self._server.start()
 
     def _receive(self) -> None:
@@ -124,6 +130,9 @@ class AgentClient:
     def _last_words(self) -> str:
         code = self._process.poll() if self._process is not None else None
         words = "" if code is None else f" (exit status {code})"
+        if self._server is not None and self._server is not threading.current_thread():
+            self._server.join(1)  # it is ending: let it say why
+            words += f": {self._died_of}" if self._died_of is not None else ""
         if self._stderr >= 0:
             with contextlib.suppress(OSError):
                 text = os.pread(self._stderr, 1 << 16, 0).decode(errors="replace").strip()
