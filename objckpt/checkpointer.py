@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import secrets
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from objckpt import limits, restore
+from objckpt import collect, limits, restore
 from objckpt.agent.protocol import Message
 from objckpt.config import SaveOptions, StoreOptions
 from objckpt.errors import (
@@ -83,7 +82,7 @@ class Checkpointer:
         self._store = open_store(url, self._store_options)
         self.url = self._store.url
         self.group = Group.of_this_process()
-        self.session: str = self.group.broadcast(_ulid())
+        self.session: str = self.group.broadcast(collect.new_session())
         self._pid = os.getpid()
         self._stager = Stager()
         self._arena = Arena(
@@ -447,12 +446,6 @@ def _content(flat: Flat, tree: bytes | None, meta: bytes) -> Message:
         "global_bytes": flat.global_bytes,
         "tensors": flat.tensors,
     }
-
-
-def _ulid() -> str:
-    """A ULID (github.com/ulid/spec): 48 bits of milliseconds, 80 random bits, in Crockford's base 32."""
-    number = int(time.time() * 1000) << 80 | secrets.randbits(80)
-    return "".join("0123456789ABCDEFGHJKMNPQRSTVWXYZ"[number >> shift & 31] for shift in range(125, -5, -5))
 
 
 def _at_exit() -> None:

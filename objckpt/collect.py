@@ -7,7 +7,9 @@ rests only on facts that no later record can undo, so that neither a stale listi
 * an attempt named by a retire record can never commit;
 * an attempt of a session of a lower epoch than the log's can never commit: the fold ignores it.
 
-Any other attempt may still commit. It has to be old, and is aborted in the log before its data goes.
+Any other attempt may still commit. It has to be old, and is aborted in the log before its data goes. In a log whose store
+does not keep writers apart (`Log.loose`) the last fact does not hold: a record may turn up late, before the open record
+that fences it. There such attempts have to be old, too.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from objckpt.format import keys
 from objckpt.format.records import WRITE_ID_BYTES, Commit, Retire, Tag, is_tag
 from objckpt.log import Log, append, fence, read_log
 from objckpt.store import ObjectInfo, Store, UploadInfo
+from objckpt.store.probe import PROBES
 
 DAY_S = 86_400.0
-PROBES = "probe/"  # where the store's capabilities are tried out; nothing in there means anything
 _REFUSED = (403, 405, 409, 423)  # of one object, for now: no permission, or a lock on it
+_NO_LISTING = (403, 405, 501)  # of uploads: it takes a permission of its own, and some servers do not know it
 
 Choice = tuple[Sequence[int], Sequence[str]]  # seqs and attempts to retire
 
@@ -101,14 +104,17 @@ def retire(
     does; WriterFencedError for a replaced writer.
     """
     write_id, time_s, host = os.urandom(WRITE_ID_BYTES), time.time(), socket.gethostname()
+    made: dict[int, Retire] = {}
 
     def make(seq: int, log: Log) -> Retire:
+        if seq in made:  # it may be there already, and it holds then, whatever has turned up beside it
+            return made[seq]
         if author.epoch is not None:
             fence(log, author.epoch, author.session)
         seqs, attempts = choose(log)
         if not seqs and not attempts:
             raise _NothingToDo(log)
-        return Retire(
+        made[seq] = Retire(
             seq=seq,
             write_id=write_id,
             epoch=author.epoch or max(1, log.epoch),
@@ -119,6 +125,7 @@ def retire(
             attempts=list(attempts),
             reason=reason,
         )
+        return made[seq]
 
     try:
         return append(store, log, make, deadline_s=deadline_s)
@@ -191,12 +198,13 @@ class Report:
     deleted: list[ObjectInfo] = field(default_factory=list)
     aborted: list[UploadInfo] = field(default_factory=list)
     later: list[tuple[str, StoreError]] = field(default_factory=list)
+    unlisted: StoreError | None = None  # why unfinished uploads could not be listed: then none was aborted
 
 
 def plan_collection(
     log: Log,
     objects: Iterable[ObjectInfo],
-    uploads: Iterable[UploadInfo],
+    uploads: Iterable[UploadInfo] | None,
     *,
     now_s: float,
     grace_s: float,
@@ -205,7 +213,9 @@ def plan_collection(
     """Pure: what to do with the objects and unfinished uploads there, by a log that is not older than they are.
 
     `grace_s`: age, in seconds, above which an attempt that may still commit is given up; those of session `spare` never
-    are. Raises IntegrityError for a log with damaged records.
+    are. Without a listing of uploads (None) nobody knows whether an attempt is at work, and none is given up.
+
+    Raises IntegrityError for a log with damaged records.
     """
     require_sound(log)
     plan = Plan()
@@ -217,7 +227,7 @@ def plan_collection(
             plan.unknown.append(info.key)
         elif now_s - info.modified_s > grace_s:
             plan.objects.append(info)
-    for upload in uploads:
+    for upload in uploads or ():
         if (name := attempt_of(upload.key)) is not None:
             attempts[name][1].append(upload)
         elif not upload.key.startswith(PROBES):
@@ -235,12 +245,13 @@ def plan_collection(
         if name in needed:  # an upload beside its packs was begun twice, as the first answer was lost
             plan.uploads.extend(u for u in unfinished if now_s - (u.started_s or now_s) > grace_s)
             continue
-        if name in dead or epochs.get(session, log.epoch) < log.epoch:
+        fenced = epochs.get(session, log.epoch) < log.epoch
+        if name in dead or (fenced and (old or not log.loose)):
             pass
         elif session not in epochs:
             plan.unknown.extend([*(o.key for o in found), *(u.key for u in unfinished)])
             continue
-        elif old and session != spare:
+        elif old and not fenced and session != spare and uploads is not None:
             plan.abort.append(name)
         else:
             plan.waiting.append(name)
@@ -277,11 +288,11 @@ def collect(
     """
     # First the listings: each attempt in them has its session's open record in the log that is read after them.
     objects = [*store.list(keys.DATA), *store.list(PROBES)]
-    uploads = [*store.list_uploads(keys.DATA), *store.list_uploads(PROBES)]
+    uploads, unlisted = _uploads(store, keys.DATA, PROBES)
     log = read_log(store, log)
     spare = author.session if author.epoch is not None else None
     plan = plan_collection(log, objects, uploads, now_s=time.time(), grace_s=grace_s, spare=spare)
-    report = Report(plan)
+    report = Report(plan, unlisted=unlisted)
     if dry_run:
         return report, log
     if plan.abort:
@@ -299,6 +310,16 @@ def collect(
     return report, log
 
 
+def _uploads(store: Store, *prefixes: str) -> tuple[list[UploadInfo] | None, StoreError | None]:
+    """The unfinished uploads there; or None, and why they cannot be listed."""
+    try:
+        return [upload for prefix in prefixes for upload in store.list_uploads(prefix)], None
+    except StoreError as err:
+        if err.context.get("status") not in _NO_LISTING and err.context.get("code") != "NotImplemented":
+            raise
+        return None, err
+
+
 def delete_attempts(store: Store, log: Log, attempts: Iterable[str]) -> Report:
     """Delete the data of attempts that are retired, or of which the caller knows that they cannot commit. Blocks.
 
@@ -312,7 +333,7 @@ def delete_attempts(store: Store, log: Log, attempts: Iterable[str]) -> Report:
             continue
         prefix = keys.attempt_prefix(name)
         found = [info for info in store.list(prefix) if attempt_of(info.key) == name and info.key not in packs]
-        unfinished = [u for u in store.list_uploads(prefix) if attempt_of(u.key) == name]
+        unfinished = [u for u in _uploads(store, prefix)[0] or () if attempt_of(u.key) == name]
         report.plan.objects.extend(found)
         report.plan.uploads.extend(unfinished)
         _delete(store, report, found, unfinished)

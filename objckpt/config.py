@@ -58,8 +58,9 @@ class SaveOptions:
     rank_deadline_s: float = 600.0  # how long a rank that is done waits for the others, and they for rank 0's commit
     linger_s: float = 600.0  # how long the agent goes on uploading after the trainer died
     pickle: bool = False  # True: values outside the format's types are pickled
-    keep_last: int | None = None  # after each commit the older checkpoints under the URL are removed; None: all stay
-    keep_every: int | None = None  # of those, the steps that it divides stay; so do tagged ones and the one resumed from
+    # After each commit all older checkpoints under the URL go, but for tagged ones and the one resumed from. None: all stay.
+    keep_last: int | None = None  # so many stay, in the order of the log
+    keep_every: int | None = None  # beside them, the steps that it divides
 
     def __post_init__(self) -> None:
         choices = {"compression": ("none", "zstd"), "on_busy": ("wait", "raise"), "uploader": ("process", "thread")}

@@ -4,13 +4,16 @@
     python tools/bench_restore.py --peers        … and DCP load through s3torchconnector, boto3 + torch.load
     python tools/bench_restore.py --endpoint http://host:9000 --bucket bench --gib 0.5      a real server
 
-A contender saves a state, then loads it again and again into tensors that are there already, as a model's are. What
+A contender saves a state in one process. In another it is loaded, again and again, into tensors that are there already, as
+a model's are; in a third once, its memory watched: what that process has beyond the state is the restore's own. What
 arrives is compared with what was saved, outside the measured time. Figures are medians of the repeats.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import time
 import zlib
@@ -25,28 +28,68 @@ from measure import GB, MiB
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
-    """One measurement of one contender, in this process."""
+    """One contender: a process that saves, and one for each measurement of loading."""
+    if job["measure"] != "restore":
+        return {"save": _save, "time": _time, "memory": _memory}[job["measure"]](job)
+    saved = _child(job, "save")
+    job = {**job, "digests": saved["digests"]}
+    return {**saved, **_child(job, "memory"), **_child(job, "time")}
+
+
+def _child(job: dict[str, Any], measurement: str) -> dict[str, Any]:
+    print(f"… {job['contender']}: {measurement}", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, "--worker", json.dumps({**job, "measure": measurement})],
+        stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{job['contender']} ({measurement}) ended with status {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _save(job: dict[str, Any]) -> dict[str, Any]:
     state = contenders.make_state(job["nbytes"])
-    expected = _digests(state)
     contender = contenders.contender(job["contender"], job["endpoint"], job["url"])
-    result: dict[str, Any] = {"name": contender.name, "loads": []}
+    contender.save(state)
+    contender.close()
+    return {"name": contender.name, "digests": _digests(state)}
+
+
+def _time(job: dict[str, Any]) -> dict[str, Any]:
+    target, contender = _target(job)
+    loads = []
+    for _ in range(job["repeats"] + 1):
+        _zero(target)
+        cpu, start = time.process_time(), time.perf_counter()
+        contender.load(target)
+        loads.append({"s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu})
+        _check(target, job)
+    contender.close()
+    return {"loads": loads}
+
+
+def _memory(job: dict[str, Any]) -> dict[str, Any]:
+    target, contender = _target(job)
     me = os.getpid()
-    try:
-        contender.save(state)
-        for _ in range(job["repeats"] + 1 if job["measure"] == "time" else 0):
-            _zero(state)
-            cpu, start = time.process_time(), time.perf_counter()
-            contender.load(state)
-            result["loads"].append({"s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu})
-            if _digests(state) != expected:
-                raise SystemExit(f"{contender.name}: what was restored is not what was saved")
-        if job["measure"] == "memory":
-            with measure.watch_memory(lambda: [me]) as peak:
-                contender.load(state)
-            result["peak"] = peak.total
-    finally:
-        contender.close()
-    return result
+    before = measure.pss_bytes(me)
+    with measure.watch_memory(lambda: [me]) as peak:
+        contender.load(target)
+    _check(target, job)
+    contender.close()
+    return {"before": before, "peak": peak.total}
+
+
+def _target(job: dict[str, Any]) -> tuple[contenders.State, contenders.Contender]:
+    """Touched tensors that hold something else, and who loads into them."""
+    state = contenders.make_state(job["nbytes"])
+    _zero(state)
+    return state, contenders.contender(job["contender"], job["endpoint"], job["url"])
+
+
+def _check(state: contenders.State, job: dict[str, Any]) -> None:
+    if _digests(state) != job["digests"]:
+        raise SystemExit(f"{job['contender']}: what was restored is not what was saved")
 
 
 def _digests(state: contenders.State) -> list[int]:
@@ -70,14 +113,15 @@ def main() -> int:
         raws = [bench_runner.raw_get(endpoint, args, nbytes) for _ in range(2)]
         for name in names:
             job = {"contender": name, "endpoint": endpoint, "nbytes": nbytes, "repeats": args.repeats}
-            memory = bench_runner.run(__file__, job, "memory", args)
-            results[name] = {**bench_runner.run(__file__, job, "time", args), "peak": memory["peak"]}
+            results[name] = bench_runner.run(__file__, job, "restore", args)
             raws.append(bench_runner.raw_get(endpoint, args, nbytes))
     raw = sorted(raws, key=lambda moved: moved.gb_s)[len(raws) // 2]
     spread = f"{min(m.gb_s for m in raws):.2f}-{max(m.gb_s for m in raws):.2f}"
     rows = [row(result, nbytes, raw.gb_s) for result in results.values()]
-    raw_row = (f"raw sockets ({spread})", "-", f"{raw.gb_s:.2f}", "1.00", f"{raw.cpu_s_per_gb:.2f}", "-")
-    print(measure.table([("", "first s", "GB/s", "of raw", "CPU s/GB", "peak - state MiB"), *rows, raw_row]))
+    raw_row = (f"raw sockets ({spread})", "-", f"{raw.gb_s:.2f}", "1.00", f"{raw.cpu_s_per_gb:.2f}", "-", "-")
+    print(
+        measure.table([("", "first s", "GB/s", "of raw", "CPU s/GB", "peak - state MiB", "grown MiB"), *rows, raw_row])
+    )
     bench_runner.write_json(args, {"nbytes": nbytes, "raw": [asdict(m) for m in raws], "results": results})
     return bench_runner.verdict(targets(results, nbytes, raw.gb_s), args)
 
@@ -95,6 +139,7 @@ def row(result: dict[str, Any], nbytes: int, raw_gb_s: float) -> tuple[str, ...]
         f"{gb / _warm(result, 's') / raw_gb_s:.2f}",
         f"{_warm(result, 'cpu_s') / gb:.2f}",
         f"{(result['peak'] - nbytes) / MiB:.0f}",
+        f"{(result['peak'] - result['before']) / MiB:.0f}",
     )
 
 

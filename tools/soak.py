@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MIBS = (0.5, 3, 18)  # of the states: one part, one part, several
-ROUNDS_PER_URL = 25  # then another size, under another prefix: the log of a run stays short
+MIBS = (0.5, 3, 12)  # of the states: one part, one part, several
+ROUNDS_PER_URL = 12  # then another size, under another prefix: the log of a run stays short
 KEEP_LAST = 4  # live checkpoints: retention and collection run under fire, too
 LINGER_S = 6.0  # how long an uploader goes on without its training
 PROGRESS_S = 90.0  # by then the training has committed again, or it hangs
@@ -118,7 +118,7 @@ def train(url: str, mib: float, seed: int) -> None:
                 tell("committed", handle.step, handle.seq)
             else:
                 tell("lost", handle.step, type(handle.exception()).__name__)
-        time.sleep(mib * 0.03)  # some figures of the store's: disks fill up at less
+        time.sleep(0.3 + mib * 0.03)  # disks are finite
 
 
 # ---- what the rounds act on ------------------------------------------------------------------------------------------
@@ -205,6 +205,8 @@ class Book:
         self.counts, self.violation = counts, violation
         self.states: dict[tuple[str, int], str] = {}  # (session, step) to the fingerprint of the state that was saved
         self.acknowledged: dict[int, tuple[str, int]] = {}  # seq to (session, step)
+        self.log: Any = None  # as it was read last
+        self._resumed = (-1, "-")
         self.resumable = -1  # the newest seq known to be committed before the last training started
 
     def resumed(self, seq: int, found: str) -> None:
@@ -310,11 +312,15 @@ class Soak:
                 self.kill_pid(pid)
             self.training = None
 
+    def next_fault(self) -> tuple[str, float]:
+        """Its name, and how many seconds of load come before it."""
+        return self.chance.choice(list(self.FAULTS)), self.chance.uniform(0, 1.2)
+
     def one_round(self) -> None:
         training = self.training
         assert training is not None
-        name = self.fault = self.chance.choice(list(self.FAULTS))
-        delay_s = self.chance.uniform(0, 1.2)
+        name, delay_s = self.next_fault()
+        self.fault = name
         began_s = time.monotonic()
         time.sleep(delay_s)  # the moment
         self.FAULTS[name]()
@@ -331,7 +337,11 @@ class Soak:
             self.end_training()
             self.start_training()
             return
-        commits = self.check()
+        send(training.process.pid, signal.SIGSTOP)  # else the log grows while it is read; its uploader goes on
+        try:
+            commits = self.check()
+        finally:
+            send(training.process.pid, signal.SIGCONT)
         took_s = time.monotonic() - began_s
         print(f"round {self.round}: {name}, {delay_s:.2f} s; {commits} commits, {took_s:.1f} s", flush=True)
 
@@ -376,8 +386,10 @@ class Soak:
     def stop(self, pid: int, limit_s: float) -> None:
         send(pid, signal.SIGSTOP)
         self.counts["stops"] += 1
-        time.sleep(self.chance.uniform(0.05, limit_s))
-        send(pid, signal.SIGCONT)
+        try:
+            time.sleep(self.chance.uniform(0.05, limit_s))
+        finally:
+            send(pid, signal.SIGCONT)
 
     def stop_server(self) -> None:
         self.stop(self.server.pid, 6.0)  # above the time-out of a request
@@ -436,7 +448,9 @@ class Soak:
         store = open_store(self.url, StoreOptions(retry_deadline_s=60.0, request_timeout_s=10.0))
         try:
             acknowledged = dict(book.acknowledged)
-            log = read_log(store)
+            if (self.round + 1) % ROUNDS_PER_URL == 0:
+                book.log = None  # all of it once more, at the end
+            log = book.log = read_log(store, book.log)
             for seq, why in log.damaged:
                 self.violation(f"record {seq} is damaged: {why}")
             of = {c.seq: (c.session, c.step) for c in log.commits}
@@ -462,10 +476,10 @@ class Soak:
                         problems.append(f"the state is not that which was saved as step {commit.step}")
                 except Exception:
                     problems = [traceback.format_exc()]
-                if problems and commit.seq not in read_log(store).retired:  # else retention came first
+                if problems and commit.seq not in read_log(store, log).retired:  # else retention came first
                     self.violation(f"record {commit.seq}: {'; '.join(problems)}")
                 self.counts["checkpoints read"] += 1
-            book.resumable = newest
+                book.resumable = newest
             self.counts[f"commits {self.url}"] = len(log.commits)
             return len(log.commits)
         finally:
@@ -481,7 +495,7 @@ class Soak:
         )
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -489,7 +503,11 @@ def main() -> int:
     parser.add_argument("--mib", type=float, help="size of the state; by default several in turn")
     parser.add_argument("--directory", type=Path, help="for the server's data and the trainings' errors; kept")
     parser.add_argument("--train", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    args = parse()
     sys.path.insert(0, str(ROOT))
     if args.train:
         train(*json.loads(args.train))

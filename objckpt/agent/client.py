@@ -105,7 +105,9 @@ class AgentClient:
         def run() -> None:
             try:
                 serve(theirs, own_process=False)
-            except Exception as err:  # of its start, such as an unusable CA bundle: a save's failures are told as messages
+            except (
+                Exception
+            ) as err:  # of its start, such as an unusable CA bundle: a save's failures are told as messages
                 logger.debug("the uploader ended", exc_info=True)
                 self._died_of = err
 

@@ -114,10 +114,10 @@ class Retention:
             )
 
     def _remove_remains(self, store: Store, log: Log, attempt: str) -> None:
+        self._collected = False  # other ranks, and requests still under way, may leave something after this
         try:
             collect.delete_attempts(store, log, [attempt])
         except Exception:  # the save's failure is told; what is left costs space only, and a collection finds it
-            self._collected = False
             logger.debug("the remains of %s could not be removed", attempt, exc_info=True)
 
     def _warn(self, kind: str, text: str) -> None:

@@ -72,13 +72,15 @@ class _Agent:
             threading.Thread(target=self._watch_trainer, name="objckpt-agent-watch", daemon=True).start()
             threading.Thread(target=self._meet_successors, name="objckpt-agent-meet", daemon=True).start()
         self.store = open_store(self.url, self.store_options)
-        self.writer = LogWriter(self.store, self.session, self.world_size, self.store_options.retry_deadline_s)
+        self.writer = LogWriter(
+            self.store, self.session, self.world_size, self.store_options.retry_deadline_s, warn=self._warn
+        )
         self.retention = Retention(
             lambda options: open_store(self.url, options),
             self.store_options,
             self.options,
             self.session,
-            warn=lambda text: self._tell({"type": "warning", "text": text}),
+            warn=self._warn,
         )
         work = asyncio.create_task(self._work())
         gone = asyncio.create_task(self._linger_is_over())
@@ -150,6 +152,9 @@ class _Agent:
     def _tell(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # a dead trainer needs no report
             self.channel.send(message)
+
+    def _warn(self, text: str) -> None:
+        self._tell({"type": "warning", "text": text})
 
     # ---- the work ---------------------------------------------------------------------------------------------------
 

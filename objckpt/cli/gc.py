@@ -61,6 +61,7 @@ def command(
                 "waiting": plan.waiting,
                 "unknown": plan.unknown,
                 "later": [{"key": key, "message": str(why)} for key, why in report.later],
+                "uploads_unlisted": None if report.unlisted is None else str(report.unlisted),
             }
         )
         return 0
@@ -72,6 +73,8 @@ def command(
         output.line(f"left {len(plan.waiting)} saves that may still be under way: {_some(plan.waiting)}")
     if plan.unknown:
         output.message(f"left {len(plan.unknown)} objects that the log does not explain: {_some(plan.unknown)}")
+    if report.unlisted is not None:
+        output.message(f"unfinished uploads cannot be listed, so no save was given up: {report.unlisted}")
     tell_later(report.later)
     return 0
 

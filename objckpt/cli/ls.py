@@ -60,6 +60,10 @@ def command(
         output.message(f"{what} under {store.url}")
     for seq, why in log.damaged:
         output.message(f"warning: log record {seq} cannot be read: {why}")
+    if log.keyed:
+        output.message(
+            "warning: this store has no conditional writes: two jobs that write here at once are not kept apart"
+        )
     return 0
 
 

@@ -92,7 +92,7 @@ def build_app() -> typer.Typer:
     """The typer application, made on each call: importing this module imports no typer."""
     import typer
 
-    from objckpt.cli import diff, gc, local, ls, restore, rm, show, tag, verify
+    from objckpt.cli import diff, doctor, gc, local, ls, restore, rm, show, tag, verify
 
     app = typer.Typer(
         name="objckpt",
@@ -113,7 +113,7 @@ def build_app() -> typer.Typer:
             raise typer.Exit
 
     verbs = {"ls": ls, "show": show, "restore": restore, "verify": verify, "diff": diff}
-    verbs |= {"rm": rm, "tag": tag, "gc": gc, "local": local}
+    verbs |= {"rm": rm, "tag": tag, "gc": gc, "doctor": doctor, "local": local}
     for name, module in verbs.items():
         app.command(name)(module.command)
     return app

@@ -65,13 +65,6 @@ def _given(
     debug: Debug = False,  # read by `main` from the command line
 ) -> StoreOptions:
     """The options of the store that a command line gave. UsageError for a value that is not acceptable."""
-    return store_options(endpoint_url, region, profile, addressing, ca_bundle)
-
-
-def store_options(
-    endpoint_url: str | None, region: str | None, profile: str | None, addressing: str, ca_bundle: str | None
-) -> StoreOptions:
-    """The options of the store that a command line gave. UsageError for a value that is not acceptable."""
     if addressing not in ("path", "virtual"):
         raise UsageError(f'--addressing must be "path" or "virtual", not {addressing!r}')
     return StoreOptions(

@@ -52,4 +52,7 @@ def _text(value: Any) -> str:
         return f"torch.Size({list(value.dims)})"
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(str(plain(v)) for v in value)) + "}"
-    return str(value)
+    try:
+        return str(value)
+    except Exception:  # numpy's, such as of a datetime64 without a unit
+        return f"<{type(value).__name__}>"

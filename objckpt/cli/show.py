@@ -15,7 +15,7 @@ from objckpt.cli.options import Json, Step, Url, takes_store
 from objckpt.cli.plain import plain, short
 from objckpt.config import StoreOptions
 from objckpt.errors import IntegrityError, NotCommittedError
-from objckpt.format.records import Commit
+from objckpt.format.records import Commit, Retire
 
 if TYPE_CHECKING:
     from objckpt.log import Log
@@ -51,6 +51,7 @@ def command(
     standing = Standing(log)
     commit = _find(log, step)
     live = commit.seq in standing.live
+    removals = [r for r in log.records if isinstance(r, Retire) and commit.seq in r.seqs]
     try:
         with unless_removed(store, commit) if live else nullcontext():
             checkpoint: Checkpoint | None = open_checkpoint(store, commit) if live or tensors or values else None
@@ -64,6 +65,7 @@ def command(
     if json:
         document = describe(commit) | standing.describe(commit) | {"url": store.url, "meta": plain(commit.meta)}
         document["capabilities"] = plain(_capabilities(commit, log))
+        document["removed"] = [{"time": utc(r.time_s), "host": r.host, "reason": r.reason} for r in removals]
         if tensors:
             document["tensor_list"] = rows
         if values:
@@ -72,6 +74,8 @@ def command(
         return 0
     for name, text in _record(commit, log, standing):
         output.line(f"{name + ':':<11} {output.printable(text)}")
+    for record in removals:
+        output.line(output.printable(f"removed:    {utc(record.time_s) or '?'} UTC by {record.host}: {record.reason}"))
     if tensors and checkpoint is not None:
         _print_tensors(rows)
     if others:

@@ -170,6 +170,7 @@ def _shard(row: list[Any], what: str) -> ShardEntry:
     path = unpack_value(packed, what)
     if type(path) is not tuple or not path:
         raise FormatError(f"{what}: a shard has no path", what=what)
+    wire.check_keys(list(path), what)
     name = to_fqn(path)
     if dtype not in ITEMSIZE:
         raise FormatError(f"{what}: {name}: unknown dtype {dtype!r}; a newer objckpt may know it", what=what, fqn=name)

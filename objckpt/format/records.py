@@ -115,9 +115,13 @@ def is_tag(name: str) -> bool:
     return _TAG.fullmatch(name) is not None
 
 
-def decode(data: bytes, seq: int) -> Record:
-    """The record of slot `seq`. FormatError for unknown kinds too: a fold that skips what it cannot read would lie."""
-    what = keys.record(seq)
+def decode(data: bytes, seq: int, name: keys.RecordName | None = None) -> Record:
+    """The record of slot `seq`. FormatError for unknown kinds too: a fold that skips what it cannot read would lie.
+
+    name: of the key; None for the one without epoch and write id.
+    """
+    name = name or keys.RecordName(seq)
+    what = name.key
     if len(data) > limits.MAX_RECORD_BYTES:
         raise FormatError(f"{what}: longer than {limits.MAX_RECORD_BYTES} bytes", what=what)
     f = wire.Fields(wire.unseal(wire.MAGIC_RECORD, limits.FORMAT_VERSION, data, what), what)
@@ -131,6 +135,8 @@ def decode(data: bytes, seq: int) -> Record:
     }
     if not _ULID.fullmatch(head["session"]):
         raise FormatError(f"{what}: malformed session", what=what)
+    if name.write_id is not None and (head["epoch"], head["write_id"]) != (name.epoch, name.write_id):
+        raise FormatError(f"{what}: this is the record of another name", what=what)
     kind = f.text("kind")
     if kind == "open":
         return Open(**head, world_size=f.integer("world_size", 1), capabilities=f.get("capabilities", dict))

@@ -223,7 +223,7 @@ class _Decoder:
             return self._value(code, data)
         except FormatError:
             raise
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError) as err:
+        except Exception as err:  # numpy and datetime have many ways to refuse, IndexError and SystemError among them
             raise FormatError(f"{self.what}: malformed value of extension type {code}: {err}", what=self.what) from err
 
     def _value(self, code: int, data: bytes) -> Any:
@@ -235,11 +235,14 @@ class _Decoder:
         body = self.decode(data, self.depth + 1)
         if code in (TUPLE, SET, FROZENSET):
             self._require(type(body) is list, "sequence")
+            if code != TUPLE:
+                wire.check_keys(body, self.what)
             return {TUPLE: tuple, SET: set, FROZENSET: frozenset}[code](body)
         if code in (MAP, ORDERED, COUNTER):
             pairs, meta = body if code == ORDERED else (body, None)
             self._require(type(pairs) is list and all(type(p) is list and len(p) == 2 for p in pairs), "map")
             kinds: dict[int, Callable[[], dict[Any, Any]]] = {MAP: dict, ORDERED: OrderedDict, COUNTER: Counter}
+            wire.check_keys([key for key, _ in pairs], self.what)
             out = kinds[code]()
             for key, item in pairs:
                 out[key] = item
@@ -279,6 +282,9 @@ class _Decoder:
         shape = dims(body[1], self.what) if code == NPARRAY else ()
         raw = body[-1]
         self._require(type(raw) is bytes and len(raw) == dtype.itemsize * math.prod(shape), "numpy bytes")
+        if dtype.kind == "U":  # else whoever looks at it meets a SystemError
+            points = np.frombuffer(raw, np.dtype(np.uint32).newbyteorder(dtype.byteorder))
+            self._require(not len(points) or points.max() <= 0x10FFFF, "numpy text")
         array = np.frombuffer(raw, dtype).reshape(shape).copy()
         return array if code == NPARRAY else array[()]
 

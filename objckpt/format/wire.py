@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from objckpt.errors import FormatError
 
 MAGIC_RECORD = b"OCKPTREC"
 MAGIC_INDEX = b"OCKPTIDX"
+_MAX_COLLISIONS = 100  # keys of one hash: an honest map has a handful
 
 
 def pack(value: Any) -> bytes:
@@ -34,7 +36,20 @@ def unpack(data: bytes | memoryview, what: str, ext_hook: Callable[[int, bytes],
         raise FormatError(f"{what}: not valid msgpack: {type(err).__name__}: {str(err)[:200]}", what=what) from err
 
 
+def check_keys(keys: list[Any], what: str) -> None:
+    """FormatError for keys that are an attack: some hundred thousand of one hash keep a dict busy for hours."""
+    try:
+        for key in keys:
+            if type(key) in (int, tuple):
+                repr(key)  # Python refuses numbers of thousands of digits, and then no FQN could name what lies there
+    except ValueError as err:
+        raise FormatError(f"{what}: a key is an absurd number", what=what) from err
+    if len(keys) > _MAX_COLLISIONS and max(Counter(map(hash, keys)).values()) > _MAX_COLLISIONS:
+        raise FormatError(f"{what}: too many keys share a hash", what=what)
+
+
 def _pairs(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    check_keys([key for key, _ in pairs], "map")
     out = dict(pairs)
     if len(out) != len(pairs):
         raise FormatError("a map has the same key twice")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from objckpt.errors import FormatError, NotCommittedError, ObjckptError, UsageError
 from objckpt.format import keys
@@ -20,8 +21,9 @@ class Log:
 
     url: str
     records: tuple[Record, ...] = ()
-    damaged: tuple[tuple[int, ObjckptError], ...] = ()  # seq and why: records that are there but cannot be read
+    damaged: tuple[tuple[int, ObjckptError], ...] = ()  # seq and why: records that are missing or cannot be read
     next_seq: int = 0
+    bundled: int = 0  # slots below it have bundles
 
     # ---- what the records say ---------------------------------------------------------------------------------------
 
@@ -34,6 +36,22 @@ class Log:
     def opens(self) -> list[Open]:
         """The sessions that have written, in log order."""
         return [r for r in self.records if isinstance(r, Open)]
+
+    @cached_property
+    def capabilities(self) -> dict[str, Any]:
+        """Of the store, as the newest session has recorded them that knows whether conditional PUT works; or empty."""
+        known = (r.capabilities for r in reversed(self.opens) if type(r.capabilities.get("conditional_put")) is bool)
+        return next(known, {})
+
+    @property
+    def keyed(self) -> bool:
+        """Whether records have keys of their own, as the store does not keep writers apart: slots may have several."""
+        return self.capabilities.get("conditional_put") is False
+
+    @cached_property
+    def loose(self) -> bool:
+        """Whether older slots may still get records: `keyed`, now or formerly."""
+        return any(r.capabilities.get("conditional_put") is False for r in self.opens)
 
     @cached_property
     def aborted(self) -> frozenset[str]:
@@ -109,7 +127,7 @@ class Log:
         A damaged record above it is an error: it may be the newest, and to resume from an older one in silence loses work.
         """
         found = self.checkpoints
-        above = [(seq, why) for seq, why in self.damaged if not found or seq > found[-1].seq]
+        above = [(seq, why) for seq, why in self.damaged if not found or seq >= found[-1].seq]
         if above:
             seq, why = above[-1]
             raise FormatError(
@@ -169,10 +187,25 @@ class Log:
     def extended(self, read: Sequence[tuple[int, Record | ObjckptError]]) -> Log:
         """The log with more slots, each with its record or the reason why it cannot be read."""
         records = [r for _, r in read if isinstance(r, Record)]
+        joined = (*self.records, *sorted(records, key=place))
+        if self.records and records and place(joined[len(self.records)]) < place(self.records[-1]):
+            joined = tuple(sorted(joined, key=place))
         damaged = [(seq, e) for seq, e in read if isinstance(e, ObjckptError)]
-        return Log(
-            self.url,
-            (*self.records, *records),
-            (*self.damaged, *damaged),
-            max([self.next_seq - 1, *(seq for seq, _ in read)]) + 1,
+        return replace(
+            self,
+            records=joined,
+            damaged=tuple(sorted((*self.damaged, *damaged), key=lambda pair: pair[0])),
+            next_seq=max([self.next_seq - 1, *(seq for seq, _ in read)]) + 1,
         )
+
+    def before(self, record: Record) -> Log:
+        """The log up to a record."""
+        records = tuple(r for r in self.records if place(r) < place(record))
+        return Log(self.url, records, tuple(pair for pair in self.damaged if pair[0] < record.seq), record.seq)
+
+
+def place(record: Record) -> tuple[int, bool, int, bytes]:
+    """What the log is sorted by. In a slot with several records those that retire come first: a commit of an attempt that
+    is given up in the same slot does not count, as the attempt's data may be gone already.
+    """
+    return record.seq, not isinstance(record, Retire), record.epoch, record.write_id

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from objckpt import log as commit_log
 from objckpt.errors import SaveError
-from objckpt.format import checksums, keys
+from objckpt.format import bundle, checksums, keys
 from objckpt.format.index import ChunkTable, Index, ShardEntry
 from objckpt.format.records import WRITE_ID_BYTES, Commit, Open, Retire
 from objckpt.save import plan
 from objckpt.save.encode import CODECS, Encoded
 from objckpt.store import Store
+from objckpt.store.probe import probe
+
+logger = logging.getLogger("objckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +71,76 @@ def build_index(
 
 
 class LogWriter:
-    """The writer's place in the log: one epoch, taken by the first save of the session. Blocking; one thread at a time."""
+    """The writer's place in the log: one epoch, taken by the first save of the session. Blocking; one thread at a time.
 
-    def __init__(self, store: Store, session: str, world_size: int, deadline_s: float) -> None:
+    `warn(text)` is called for what the user of the store has to know.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        session: str,
+        world_size: int,
+        deadline_s: float,
+        *,
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
         self.store, self.session, self.world_size, self.deadline_s = store, session, world_size, deadline_s
+        self.warn = warn
+        self._tried = 0  # the log's length when bundles could not be written
         self.log = commit_log.Log(store.url)
         self.epoch = 0
 
-    def open(self) -> None:
-        """Take an epoch above all others. A second call, or one by a new agent of the same session, keeps the first's."""
+    def open(self, capabilities: dict[str, Any] | None = None) -> None:
+        """Take an epoch above all others. A second call, or one by a new agent of the same session, keeps the first's.
+
+        capabilities: of the store, as `probe` gives them. None: what the log says of them, or else what a probe finds.
+
+        Raises:
+            WriterFencedError: a newer writer has opened the log meanwhile.
+            StoreError: the store could not be read, written or probed.
+        """
         if self.epoch:
             return
         self.log = commit_log.read_log(self.store, self.log)
         mine = [r for r in self.log.records if isinstance(r, Open) and r.session == self.session]
         if not mine:
+            found = capabilities or self._recorded() or {"url": self.store.url} | probe(self.store)
             write_id = os.urandom(WRITE_ID_BYTES)
 
             def make(seq: int, log: commit_log.Log) -> Open:
-                return Open(seq=seq, epoch=log.epoch + 1, world_size=self.world_size, **self._stamp(write_id))
+                return Open(
+                    seq=seq,
+                    epoch=log.epoch + 1,
+                    world_size=self.world_size,
+                    capabilities=found,
+                    **self._stamp(write_id),
+                )
 
-            record, self.log = commit_log.append(self.store, self.log, make, deadline_s=self.deadline_s)
+            keyed = found.get("conditional_put") is False
+            record, self.log = commit_log.append(self.store, self.log, make, deadline_s=self.deadline_s, keyed=keyed)
             mine = [record]
+        if self.log.keyed:
+            self.warn(
+                f"{self.store.url} does not keep two writers of one key apart "
+                f"({self.log.capabilities.get('conditional_put_evidence', 'no evidence recorded')}): of two jobs that "
+                "start to save under one URL at the same moment neither may notice the other; give each its own URL"
+            )
         self.epoch = mine[-1].epoch
         commit_log.fence(self.log, self.epoch, self.session)
+
+    def _bundle(self) -> None:
+        if self.log.next_seq - max(self.log.bundled, self._tried) < bundle.SIZES[-1]:
+            return
+        self._tried = self.log.next_seq  # one that fails is not tried again with each commit
+        self.log = commit_log.write_bundles(self.store, self.log)
+        if self.log.next_seq - self.log.bundled < bundle.SIZES[-1]:
+            self._tried = 0
+
+    def _recorded(self) -> dict[str, Any]:
+        """The capabilities that the log has; none when it was copied here from another place."""
+        found = self.log.capabilities
+        return found if found.get("url", self.store.url) == self.store.url else {}
 
     def commit(self, index: Index, ranks: list[tuple[str, int]], parent: int | None, meta: Any, sizes: Sizes) -> Commit:
         """Append the manifest.
@@ -98,6 +149,7 @@ class LogWriter:
             WriterFencedError: a newer writer has opened the log meanwhile.
             SaveError: the attempt was given up by somebody: by a rank that waited too long, or by a collection.
         """
+        self._bundle()  # before: nobody waits for it after the commit
         write_id = os.urandom(WRITE_ID_BYTES)
 
         def make(seq: int, log: commit_log.Log) -> Commit:

@@ -57,11 +57,7 @@ def wait_for_ranks(store: Store, index: Index, deadline_s: float) -> tuple[list[
             return [(found[rank][0].digest, found[rank][1]) for rank in range(index.world_size)], packs
         if time.monotonic() > end:
             late = [rank for rank in range(index.world_size) if rank not in found]
-            raise SaveError(
-                f"{_ranks(late)} of {index.world_size} ranks have not finished {deadline_s:.0f} s after rank 0: dead, or "
-                "slower than SaveOptions.rank_deadline_s allows",
-                ranks=late,
-            )
+            raise SaveError(_overdue(late, index.world_size, deadline_s), ranks=late)
         time.sleep(pause_s)
     raise AssertionError("unreachable")
 
@@ -86,9 +82,22 @@ def wait_for_outcome(writer: LogWriter, attempt: str, deadline_s: float) -> Comm
             writer.epoch = mine[-1]
             commit_log.fence(log, writer.epoch, writer.session)
         if time.monotonic() > end:
-            return _give_up(writer, attempt, f"rank 0 did not commit within {deadline_s:.0f} s")
+            return _give_up(writer, attempt, _why_late(writer, attempt, deadline_s))
         time.sleep(pause_s)
     raise AssertionError("unreachable")
+
+
+def _why_late(writer: LogWriter, attempt: str, deadline_s: float) -> str:
+    """Whom a rank other than 0 has waited for in vain."""
+    try:
+        listed = [keys.parse_index(info.key) for info in writer.store.list(keys.attempt_prefix(attempt))]
+    except ObjckptError:
+        listed = []
+    finished = {name.rank for name in listed if name is not None}
+    late = [rank for rank in range(writer.world_size) if rank not in finished]
+    if finished and late:
+        return _overdue(late, writer.world_size, deadline_s)
+    return f"rank 0 did not commit within {deadline_s:g} s"
 
 
 def _give_up(writer: LogWriter, attempt: str, reason: str) -> Commit:
@@ -134,9 +143,12 @@ def _difference(store: Store, index: Index, key: str, rank: int, size: int) -> s
     )
 
 
-def _ranks(late: list[int]) -> str:
-    shown = ", ".join(map(str, late[:_SHOWN]))
-    return f"ranks {shown}" + (f" and {len(late) - _SHOWN} more" if len(late) > _SHOWN else "")
+def _overdue(late: list[int], world_size: int, deadline_s: float) -> str:
+    shown = ", ".join(map(str, late[:_SHOWN])) + (f" and {len(late) - _SHOWN} more" if len(late) > _SHOWN else "")
+    return (
+        f"{'rank' if len(late) == 1 else 'ranks'} {shown} of {world_size} did not finish within {deadline_s:g} s of the "
+        "others: dead, failed in save(), or slower than SaveOptions.rank_deadline_s allows"
+    )
 
 
 def _pauses() -> Iterator[float]:

@@ -69,8 +69,8 @@ class Flat:
     """`tree` is neutral (see format/values); `leaves` are unique, by descending item size: each starts aligned.
 
     `leaves` are those that this rank writes. `own` is the tree of what belongs to this rank alone; None: nothing does.
-    `replicated` has, for each value and undistributed tensor that all ranks should have alike, its FQN and a digest (of a
-    value; of dtype and shape of a tensor).
+    `replicated` has the FQN of each value and tensor, and a digest of what all ranks should have alike: the value; dtype and
+    (global) shape of the tensor.
     """
 
     tree: Any
@@ -164,8 +164,9 @@ def _of_one_rank(
 
 def _replicated(tree: Any, shared: list[Leaf], distributed: list[tuple[Leaf, shards.Layout]]) -> list[tuple[str, int]]:
     """What every rank should have alike, by FQN. Containers count by their leaves."""
-    apart = {leaf.fqn for leaf, _ in distributed}
-    stored = {leaf.fqn: leaf for leaf in shared}
+    # Of distributed tensors too: a rank that has other ones than rank 0 would not find them in the tree, which is rank 0's.
+    stored = {leaf.fqn: f"{leaf.dtype} {leaf.global_shape} distributed" for leaf, _ in distributed}
+    stored |= {leaf.fqn: f"{leaf.dtype} {leaf.shape}" for leaf in shared}
     out = []
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
@@ -176,10 +177,9 @@ def _replicated(tree: Any, shared: list[Leaf], distributed: list[tuple[Leaf, sha
             stack.extend(((*path, i), child) for i, child in enumerate(node))
         elif type(node) is not TensorLeaf:
             out.append((to_fqn(path), checksums.crc64(values.pack(node))))
-        elif (fqn := to_fqn(path)) not in apart:
-            leaf = stored.get(fqn)
-            what = repr(node) if leaf is None else f"{leaf.dtype} {leaf.shape}"
-            out.append((fqn, checksums.crc64(what.encode())))
+        else:
+            fqn = to_fqn(path)
+            out.append((fqn, checksums.crc64(stored.get(fqn, repr(node)).encode())))
     return sorted(out)
 
 
@@ -188,6 +188,7 @@ class _Walk:
         self.pickle = pickle
         self.leaves: list[Leaf] = []
         self.distributed: list[tuple[Leaf, shards.Layout]] = []
+        self.tied: dict[Any, str] = {}  # what tells one distributed tensor from another → its first FQN
         self.open: set[int] = set()  # containers and objects that we are inside of
         self.fqns: set[str] = set()
 
@@ -283,8 +284,13 @@ class _Walk:
         local = value.to_local().detach()
         _refuse_what_has_no_plain_bytes(local, fqn)
         name = dtype_name(value.dtype, fqn)
-        self.distributed.append((Leaf(path, fqn, local, name, False, tuple(value.shape), (0,) * value.ndim), layout))
-        return TensorLeaf(fqn)
+        leaf = Leaf(path, fqn, local, name, False, tuple(value.shape), (0,) * value.ndim)
+        # Storages are told apart by themselves, not by address: empty shards have none, and all ranks must see the same ties.
+        window = (local.untyped_storage()._cdata, local.storage_offset(), local.stride(), name)
+        tied = self.tied.setdefault((*window, leaf.global_shape, value.placements, layout.group), fqn)
+        if tied == fqn:
+            self.distributed.append((leaf, layout))
+        return TensorLeaf(tied)
 
     def _name(self, path: Path) -> str:
         """The FQN of a leaf, which must be one that a reader accepts, and no other leaf's."""

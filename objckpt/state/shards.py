@@ -60,7 +60,7 @@ def layout_of(tensor: Any, fqn: str) -> Layout:
     for placement in placements:
         if placement.is_partial():
             raise UnsupportedTypeError(
-                f"{fqn}: a DTensor with the placement {placement} holds partial sums: redistribute it to Shard or Replicate",
+                f"{fqn}: a DTensor with the placement {placement!r} holds partial sums: redistribute it to Shard or Replicate",
                 fqn=fqn,
             )
     sizes = tuple(mesh.shape)
@@ -80,7 +80,7 @@ def layout_of(tensor: Any, fqn: str) -> Layout:
 def pieces(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> list[Piece]:
-    """The boxes of a tensor of `shape` that the rank at `coordinate` holds, in the order of its local tensor."""
+    """The boxes of a tensor of `shape` that the rank at `coordinate` holds, in the order of its local tensor; none is empty."""
     ranges: list[list[Range]] = [[(0, n)] for n in shape]
     for size, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if not hasattr(placement, "dim"):
@@ -96,7 +96,8 @@ def pieces(
     for combination in itertools.product(*local):
         extent = tuple(end - start for _, (start, end) in combination)
         offset = tuple(start for _, (start, _) in combination)
-        out.append(Piece(Box(offset, extent), Box(tuple(at for at, _ in combination), extent)))
+        if math.prod(extent):
+            out.append(Piece(Box(offset, extent), Box(tuple(at for at, _ in combination), extent)))
     return out
 
 

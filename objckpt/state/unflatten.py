@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from objckpt.errors import UsageError
+from objckpt.errors import FormatError, UsageError
 from objckpt.format.fqn import to_fqn
 from objckpt.format.values import Pickled, TensorLeaf, TorchDevice, TorchDtype, TorchSize
 from objckpt.state.dtypes import dtype_of
@@ -35,7 +35,10 @@ def to_python(tree: Any, tensor_of: Callable[[Path, TensorLeaf], Any], *, pickle
     if kind is TorchDtype:
         return dtype_of(tree.name, to_fqn(path))
     if kind is TorchDevice:
-        return torch.device(tree.name)
+        try:
+            return torch.device(tree.name)
+        except RuntimeError as err:
+            raise FormatError(f"{to_fqn(path)}: this torch knows no device {tree.name!r}", fqn=to_fqn(path)) from err
     if kind is TorchSize:
         return torch.Size(tree.dims)
     if kind is Pickled:

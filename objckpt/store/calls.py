@@ -90,7 +90,7 @@ class Calls:
     def failed(self, error: Exception, where: Where, tries: Tries, signed_with: Any, note: str = "") -> None:
         """Sleep and return when the request should be sent again, else raise the final error, `note` included."""
         fault = fault_of(error)
-        verdict = classify(fault)
+        verdict, told = classify(fault), tries.telling(fault)
         self._answered = self._answered or fault.source == "answer"
         if verdict is Verdict.REFRESH:
             verdict = Verdict.RETRY if tries.count < 3 and self.refresh(signed_with) else Verdict.FAIL
@@ -102,7 +102,7 @@ class Calls:
             pause = None if waited >= FIRST_CONTACT_S else pause
         if verdict is Verdict.FAIL or pause is None:
             off = self.options.checksums == "off"
-            raise error_of(fault, where, tries=tries.total, checksums_off=off, note=note) from error
+            raise error_of(told, where, tries=tries.total, checksums_off=off, note=note) from error
         time.sleep(pause)
 
     def refresh(self, signed_with: Any) -> bool:

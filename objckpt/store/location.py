@@ -52,7 +52,7 @@ def parse_url(url: str) -> Location:
     Raises:
         UsageError: not an s3:// URL, or a prefix that some S3 servers would fold, escape or refuse.
     """
-    shown = mask_url(url)
+    shown = _shown(url)
     why = f"not a valid s3:// URI: {shown!r}"
     if not url.startswith("s3://"):
         if url.lower().startswith(("http://", "https://")):
@@ -82,6 +82,14 @@ def parse_url(url: str) -> Location:
             f"{_RESERVED_BYTES} are needed for the names of the objects"
         )
     return Location(bucket, joined)
+
+
+def _shown(url: str) -> str:
+    """For messages: without user:password, query and fragment, where pasted URLs have passwords and signatures."""
+    start, mark, rest = re.match(r"([^?#]*)([?#]?)(.*)", mask_url(url), re.DOTALL).groups()  # type: ignore[union-attr]
+    if "@" in rest and "***@" not in start:  # a password with an unescaped mark
+        start = start.partition("://")[0] + "://***"
+    return f"{start}{mark}…" if mark else start
 
 
 def mask_url(text: str) -> str:

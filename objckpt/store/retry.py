@@ -134,6 +134,7 @@ class Tries:
     rng: random.Random = field(default_factory=random.Random)
     count: int = 0
     total: int = 0
+    answered: Fault | None = None  # the last fault that was an answer
 
     @classmethod
     def within(cls, seconds: float) -> Tries:
@@ -152,6 +153,12 @@ class Tries:
         if at_most_s is not None:
             pause = min(pause, at_most_s)
         return pause if pause < self.left_s() else None
+
+    def telling(self, fault: Fault) -> Fault:
+        """Note a fault; returns the one to report: what the store has answered tells more than a try cut by the deadline."""
+        if fault.source == "answer":
+            self.answered = fault
+        return self.answered if fault.source == "timeout" and self.answered is not None else fault
 
     def progressed(self) -> None:
         """The last try moved bytes before it broke: start again with short pauses."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from typing import Any
+
+from botocore import xform_name
+from botocore.exceptions import NoCredentialsError
 
 from objckpt import limits
 from objckpt.config import StoreOptions
@@ -17,13 +21,14 @@ from objckpt.errors import (
 from objckpt.store import deadline, download, listing
 from objckpt.store.calls import Calls
 from objckpt.store.interface import ObjectInfo, Objects, OpenUploads, Refusals
-from objckpt.store.location import Location
+from objckpt.store.location import Location, mask_url
 from objckpt.store.retry import Fault, Verdict, classify, is_unclear
 from objckpt.store.session import current_credentials, md5_of
 from objckpt.store.translate import Where, error_of, fault_of
 
 _READ_BYTES = limits.MiB
 _ABORT_ROUNDS = 10  # a part that is in flight during an abort may survive it, so aborts are repeated
+_ONCE_S = 20.0  # for a small request out of curiosity
 _NO_BATCH = {
     "NotImplemented",
     "MethodNotAllowed",
@@ -198,6 +203,48 @@ class S3Store:
                 raise
         where = self._calls.where("AbortMultipartUpload", key)
         raise StoreError(f"{where}: parts are left after {_ABORT_ROUNDS} aborts", key=key)
+
+    def once(self, operation: str, key: str | None, **arguments: Any) -> dict[str, Any]:
+        """One small request of S3 as it is, which nothing repeats: for finding out what a store does.
+
+        Args:
+            operation: S3's name, such as "PutObject".
+            arguments: S3's parameters, without bucket and key.
+
+        Returns:
+            The answer as botocore gives it, `Body` read. Raises StoreError for anything that is no success.
+        """
+        client = self._calls.client()
+        at = {"Bucket": self._location.bucket} | ({"Key": self._location.full(key)} if key is not None else {})
+        try:
+            with deadline.Limit(min(self._options.request_timeout_s, _ONCE_S)):
+                answer: dict[str, Any] = getattr(client, xform_name(operation))(**at, **arguments)
+                if "Body" in answer:
+                    with closing(answer["Body"]) as body:
+                        answer["Body"] = body.read()
+        except Exception as error:
+            raise error_of(fault_of(error), self._calls.where(operation, key)) from error
+        return answer
+
+    def identity(self) -> dict[str, str]:
+        """Where requests go and whose key signs them: endpoint, region, provider of the AWS chain, end of the key's id.
+
+        Sends nothing to the store; the chain may ask its own services. AccessError when it has no credentials.
+        """
+        client = self._calls.client()
+        try:
+            signer = current_credentials(client)
+            if signer is None:
+                raise NoCredentialsError
+            key_id = str(signer.get_frozen_credentials().access_key)
+        except Exception as error:
+            raise error_of(fault_of(error), self._calls.where("Connect", None)) from error
+        return {
+            "endpoint": mask_url(client.meta.endpoint_url),
+            "region": str(client.meta.region_name),
+            "provider": str(signer.method),
+            "key_id": "…" + key_id[-4:] if len(key_id) >= 16 else "…",
+        }
 
     def close(self) -> None:
         """See `Store.close`."""

@@ -72,6 +72,11 @@ def fault_of(error: BaseException) -> Fault:
         return Fault("refused", name, text)
     if isinstance(error, (boto.ConnectTimeoutError, boto.ReadTimeoutError, TimeoutError)):
         return Fault("timeout", name, text)
+    if isinstance(error, boto.ConnectionClosedError):
+        # So is wrapped what happens while a request is sent, a limit that is over included.
+        for inner in getattr(error.kwargs.get("error"), "args", ()):
+            if isinstance(inner, TimeoutError):
+                return Fault("timeout", "TimeoutError", str(inner) or "the request could not be sent in time")
     if isinstance(error, ResponseParserError):
         return Fault("garbage", name, "the answer is not S3's XML; is this the address of an S3 server?")
     # The rest of HTTPClientError wraps whatever the socket raised; so do the bodies of aiohttp and urllib3.

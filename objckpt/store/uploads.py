@@ -284,7 +284,7 @@ class S3Uploads:
         self._answered = self._answered or fault.source == "answer"
         if self._other_checksum(fault, mode):
             return 0.0
-        verdict = classify(fault)
+        verdict, told = classify(fault), tries.telling(fault)
         if verdict is Verdict.REFRESH:
             fresh = tries.count < 3 and await self._refresh(signed_with)
             verdict = Verdict.RETRY if fresh else Verdict.FAIL
@@ -296,7 +296,7 @@ class S3Uploads:
             pause = None if waited >= FIRST_CONTACT_S else pause
         if verdict is Verdict.FAIL or pause is None:
             off = self._options.checksums == "off"
-            raise error_of(fault, where, tries=tries.total, checksums_off=off) from error
+            raise error_of(told, where, tries=tries.total, checksums_off=off) from error
         return pause
 
     def _other_checksum(self, fault: Fault, mode: str) -> bool:

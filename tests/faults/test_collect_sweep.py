@@ -137,6 +137,7 @@ def check(bucket: MemoryBucket, allowed: list[list[int]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("list_lag", [0, 5])
 @pytest.mark.parametrize("work", WORK)
 def test_sweep(history: MemoryBucket, work: str, list_lag: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,12 +41,15 @@ class Dying:
 def engine(bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch, memory_engine(bucket):
         patch.setattr(objckpt.save.commit.LogWriter, "__init__", _impatient(objckpt.save.commit.LogWriter.__init__))
+        patch.setattr(
+            objckpt.save.commit, "probe", lambda store: {"conditional_put": True}
+        )  # its own tests are elsewhere
         yield
 
 
 def _impatient(init):  # type: ignore[no-untyped-def]
-    def wrapped(self, store, session, world_size, deadline_s):  # type: ignore[no-untyped-def]
-        init(self, store, session, world_size, 0.05)
+    def wrapped(self, store, session, world_size, deadline_s, **options):  # type: ignore[no-untyped-def]
+        init(self, store, session, world_size, 0.05, **options)
 
     return wrapped
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import json
 import logging
 import os
@@ -12,14 +13,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import numpy as np
 import pytest
 import torch
+from aiobotocore.session import AioSession
 from support.servers import client_for
 from support.stub_s3 import Reply, Request, Reset, StubBucket, StubServer, error
 
@@ -38,6 +42,7 @@ from objckpt.errors import (
     WaitTimeout,
 )
 from objckpt.limits import MiB
+from objckpt.store import retry
 
 ROOT = Path(__file__).resolve().parents[2]
 URL = "s3://bucket/run"
@@ -223,17 +228,24 @@ def test_e034_a_failed_save_is_not_remembered(stub):
 
 
 def test_e036_changes_after_save_are_not_stored(stub):
-    stub.held = 1
-    w, s = torch.ones(1 << 18), torch.tensor(1.0)
+    """Fifty times, the upload held back until the tensors have changed; restored into other tensors and compared whole."""
+    w, s = torch.ones(1 << 20), torch.tensor(1.0)
+    into = {"w": torch.zeros(1 << 20), "slice": torch.zeros(94), "zero": torch.tensor(0.0)}
+    into["tied"] = into["w"]
     with stub.open() as ckpt:
-        for step in range(1, 6):
+        for step in range(1, 51):
+            w.fill_(step), s.fill_(step)
             stub.held = step
             stub.release.clear()
             ckpt.save(step, {"w": w, "tied": w, "slice": w[5:99], "zero": s})
-            w.fill_(step + 1), s.fill_(step + 1)
+            w.fill_(-step), s.fill_(-step)
             stub.release.set()
             ckpt.wait()
-            assert all(bool((t == step).all()) for t in ckpt.load().values())
+            assert ckpt.restore(into) == step
+            assert all(bool((t == step).all()) for t in into.values())
+            for key in [k for k in stub.bucket.objects if k.endswith(".pack")]:
+                del stub.bucket.objects[key]  # the stub is memory of this process
+            stub.server.requests.clear()
 
 
 def test_e038_replaced_storage_is_seen(stub):
@@ -371,14 +383,69 @@ def test_e060_sources_are_not_kept(stub):
     assert (ckpt._arena.fd, ckpt._arena.slabs) == (-1, 0)
 
 
-def test_e061_clients_are_not_made_for_each_save(stub):
+def test_e061_clients_are_not_made_for_each_save(stub, monkeypatch):
+    """300 saves: one client of each kind, sockets of one pool, no growth of descriptors, threads or memory."""
+    made = []
+    for cls in (botocore.session.Session, AioSession):
+        create = cls.create_client
+        monkeypatch.setattr(
+            cls, "create_client", lambda *args, create=create, **more: (made.append(args), create(*args, **more))[1]
+        )
+
+    def resources() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    state = {"w": torch.ones(256)}
     with stub.open() as ckpt:
-        ckpt.save(0, {"w": torch.ones(256)}).wait_committed()
-        before = len(os.listdir("/proc/self/fd"))
-        for step in range(1, 60):
-            ckpt.save(step, {"w": torch.ones(256)}).wait_committed()
-        assert len(os.listdir("/proc/self/fd")) - before < 20
-        assert stub.server.connections_made <= 20
+        for step in range(300):
+            ckpt.save(step, state).wait_committed()
+            if step == 49:
+                before, before_bytes = resources(), rss_bytes()
+            stub.server.requests.clear()
+        after, after_bytes = resources(), rss_bytes()
+        assert len(made) <= 2
+        assert stub.server.connections_made <= 2 * (ckpt._store.options.connections + 4)
+    assert after[0] - before[0] <= 4 and after[1] - before[1] <= 4, (before, after)
+    assert after_bytes - before_bytes < 30 * MiB
+
+
+# ---- network --------------------------------------------------------------------------------------------------------
+
+
+def test_e064_slow_down_is_answered_by_fewer_requests_and_longer_pauses(stub, monkeypatch):
+    """The first 8 PUTs of every part and key are refused, through a whole save. Pauses are a tenth of the real ones,
+    which would make this two minutes; their growth, and what they do to each other, is the same."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", retry.FIRST_PAUSE_S / 10)
+    times: dict[tuple[str, int | None], list[float]] = collections.defaultdict(list)
+    in_flight: dict[int, list[int]] = collections.defaultdict(list)  # by the number of the try
+    lock = threading.Lock()
+
+    def slow(request: Request) -> Any:
+        if request.method != "PUT" or "/data/" not in request.key:
+            return None
+        _ = request.body
+        with lock:
+            seen = times[request.key, request.part]
+            seen.append(request.at_s)
+            if len(seen) > 8:
+                return None
+            in_flight[len(seen)].append(stub.server.in_flight)
+        time.sleep(0.1)  # long against the first pauses: requests that are not held back meet here
+        return error(503, "SlowDown", "Please reduce your request rate.")
+
+    stub.fault = slow
+    state = {"w": torch.arange(6 * MiB, dtype=torch.int64)}
+    with stub.open(deadline_s=60, part_bytes=8 * MiB) as ckpt:
+        ckpt.save(1, state).wait_committed(100)
+        stub.fault = lambda request: None
+        assert torch.equal(ckpt.load()["w"], state["w"])
+    assert len(times) == 7 and all(len(seen) == 9 for seen in times.values())  # six parts and the index
+    gaps = [[b - a for a, b in itertools.pairwise(seen)] for seen in times.values()]
+    for row in gaps:
+        # From below only: a gap has the wait for a place and for this machine in it, too.
+        assert all(gap > 0.0124 * 2**n for n, gap in enumerate(row)), row
+    assert len({round(row[-1], 2) for row in gaps}) > 3  # jitter
+    assert max(in_flight[1]) > 2 and max(in_flight[4]) <= 2
 
 
 # ---- resume ---------------------------------------------------------------------------------------------------------

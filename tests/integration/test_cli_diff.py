@@ -48,5 +48,9 @@ def test_a_frozen_layer_is_the_same_and_a_trained_one_is_not(s3_url):
     assert re.search(r"^~  extra +float64 3 → float32 3$", done.stdout, re.MULTILINE)
     assert done.stdout.endswith(": 1 changed\n")
     assert diff(s3_url, "3").returncode == 0
+    code = "import sys; from objckpt.cli.main import run; run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, "diff", s3_url, "1"], env=environment, timeout=60, check=False)
+    assert done.returncode == 0, "torch was imported"
     done = diff(s3_url, "4")
     assert done.returncode == 4 and done.stdout == "" and "step 4 is not committed" in done.stderr

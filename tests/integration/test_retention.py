@@ -314,7 +314,7 @@ def test_a_hanging_deletion_holds_up_no_save(bucket: MemoryBucket) -> None:
     release, hanging = threading.Event(), threading.Event()
 
     def hook(phase: str, operation: str, key: str) -> None:
-        if operation == "delete" and phase == "before" and not release.is_set():
+        if operation == "delete" and "data/" in key and phase == "before" and not release.is_set():
             hanging.set()
             assert release.wait(60)
 
@@ -337,7 +337,7 @@ def test_a_failure_of_retention_is_a_warning_and_made_up_for(
     broken = True
 
     def hook(phase: str, operation: str, key: str) -> None:
-        if broken and operation == "delete":
+        if broken and operation == "delete" and "data/" in key:
             raise StoreError("internal error", status=500)
 
     bucket.hook = hook
@@ -358,7 +358,7 @@ def test_a_failure_of_retention_is_a_warning_and_made_up_for(
 
 def test_refused_deletions_are_told_once(bucket: MemoryBucket, caplog: pytest.LogCaptureFixture) -> None:
     def hook(phase: str, operation: str, key: str) -> None:
-        if operation == "delete":
+        if operation == "delete" and "data/" in key:
             raise AccessError("object lock", status=403, code="AccessDenied")
 
     bucket.hook = hook

@@ -90,7 +90,7 @@ def test_a_full_store(start, monkeypatch, how):
     """
     server = start(*(["-master.volumeSizeLimitMB=30", "-volume.max=2"] if how == "volumes" else []))
     url = lead_to(server, monkeypatch)
-    store = StoreOptions(retry_deadline_s=4, request_timeout_s=4)
+    store = StoreOptions(retry_deadline_s=6, request_timeout_s=6)
     with Checkpointer(url, store=store) as ckpt:
         ckpt.save(1, state_of(1, 8 * MiB)).wait_committed(60)
         if how == "file-size":

@@ -13,12 +13,12 @@ from objckpt.store import Store
 
 
 class Run:
-    """Session number `n`; it takes its epoch at once."""
+    """Session number `n`; it takes its epoch at once. `conditional`: what is recorded of the store, which is not probed."""
 
-    def __init__(self, store: Store, n: int = 0) -> None:
+    def __init__(self, store: Store, n: int = 0, *, conditional: bool = True) -> None:
         self.store = store
-        self.writer = LogWriter(store, f"{n:026d}", 1, 5.0)
-        self.writer.open()
+        self.writer = LogWriter(store, f"{n:026d}", 1, 5.0, warn=lambda text: None)
+        self.writer.open({"conditional_put": conditional})
         self.saves = 0
 
     def upload(self, step: int) -> Index:

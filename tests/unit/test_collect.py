@@ -335,6 +335,51 @@ def test_packs_that_a_later_checkpoint_refers_to_stay(store: MemoryStore) -> Non
     assert not there(store)
 
 
+def test_where_writers_are_not_kept_apart_fenced_attempts_have_to_be_old() -> None:
+    """There a commit may turn up late in a slot before the open record that fences it."""
+    store = MemoryStore(MemoryBucket(conditional=False), "s3://bucket/run1")
+    fenced = Run(store, conditional=False)
+    first = fenced.save(1)
+    lost = fenced.upload(2).attempt
+    second = Run(store, 1, conditional=False).save(3, first.seq)
+    remove(store, first.seq)
+    retired = first.attempt
+    log = read_log(store)
+    assert log.keyed
+    young = plan(log, [pack(lost, 99), pack(retired)])
+    assert young == collect.Plan(objects=[pack(retired)], waiting=[lost])
+    assert plan(log, [pack(lost, 101)]) == collect.Plan(objects=[pack(lost, 101)])
+    clean(store)
+    assert there(store) == {lost, second.attempt}
+    clean(store, grace_s=-1.0)
+    assert there(store) == {second.attempt}
+
+
+@pytest.mark.parametrize("_", range(6))  # whose record sorts first is chance
+def test_retiring_where_writers_are_not_kept_apart_deletes_what_it_retired(_: int) -> None:
+    """Two retire records in one slot: each one's author goes on to delete what its own names."""
+    store = MemoryStore(MemoryBucket(conditional=False), "s3://bucket/run1")
+    run, parent = Run(store, conditional=False), None
+    for step in (1, 2, 3):
+        parent = run.save(step, parent).seq
+    known = read_log(store)
+    choose = lambda log: (superseded(log, keep_last=1), [])  # noqa: E731
+    original, others = MemoryStore.put, []
+
+    def put(self: MemoryStore, key: str, data: bytes) -> None:
+        if key.startswith("log/") and not others:
+            others.append(None)
+            others.append(collect.retire(store, known, choose, author=PERSON, reason="", deadline_s=5)[0])
+        original(self, key, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryStore, "put", put)
+        author = Author(session=run.writer.session, epoch=run.writer.epoch)
+        record, log = collect.retire(store, known, choose, author=author, reason="", deadline_s=5)
+    assert record is not None and others[1] is not None and record.seq == others[1].seq
+    assert record.seqs == others[1].seqs and [c.step for c in log.checkpoints] == [3]
+
+
 # ---- and how -------------------------------------------------------------------------------------------------------
 
 
@@ -446,6 +491,23 @@ def test_what_the_store_refuses_to_delete_is_for_later(whole: bool) -> None:
     open_store = MemoryStore(store.bucket, "s3://bucket/run1")
     clean(open_store)
     assert stale not in there(open_store) and not store.bucket.uploads
+
+
+@pytest.mark.parametrize("status", [403, 501])
+def test_without_a_listing_of_uploads_what_is_dead_goes_and_nothing_is_given_up(status: int) -> None:
+    class Closed(MemoryStore):
+        def list_uploads(self, prefix: str = "") -> list[UploadInfo]:
+            raise StoreError("no ListMultipartUploads for you", status=status)
+
+    store = Closed(MemoryBucket(), "s3://bucket/run1")
+    Run(store).upload(1)
+    run = Run(store, 1)
+    first = run.save(2)
+    at_work = run.upload(3).attempt
+    report = clean(store, grace_s=-1.0)
+    assert report.unlisted is not None and report.plan.waiting == [at_work]
+    assert there(store) == {first.attempt, at_work}
+    assert not collect.delete_attempts(store, read_log(store), [at_work]).later and there(store) == {first.attempt}
 
 
 def test_another_failure_of_a_delete_is_raised_and_the_next_one_goes_on(store: MemoryStore) -> None:

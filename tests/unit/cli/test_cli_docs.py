@@ -9,5 +9,5 @@ def test_the_page_is_current():
 
 def test_every_verb_is_on_it():
     page = gen_cli_docs.page()
-    for verb in ("ls", "show", "restore", "verify", "diff", "rm", "tag", "gc", "local"):
+    for verb in ("ls", "show", "restore", "verify", "diff", "rm", "tag", "gc", "doctor", "local"):
         assert f"## objckpt {verb}\n" in page

@@ -101,6 +101,7 @@ def test_show(cli, history):
 def test_show_one_that_was_removed(cli, history):
     code, out, err = cli("show", URL, "--step", "100@1")
     assert code == 0 and "100 retired" in out and "TENSOR" not in out
+    assert "\nremoved:    2027-01-15 08:00:00 UTC by host: rm\n" in out
     assert err == "objckpt: its data is deleted: tensors and values are not known any more\n"
     code, out, err = cli("show", URL, "--step", "300@4")
     assert code == 0 and "300 fenced" in out and "TENSOR" in out  # nobody has collected it yet
@@ -124,6 +125,15 @@ def test_names(cli, history, tmp_path, verb, which, code):
     if code:
         assert text == "" and err.count("\n") == 1 and (which in err or not which)
         assert os.listdir(tmp_path) == []
+
+
+def test_a_store_that_keeps_no_writers_apart(cli, store, history):
+    assert cli("ls", URL)[2] == ""
+    put(store, Open, 10, epoch=3, session=OTHER, world_size=1, capabilities={"conditional_put": False})
+    code, out, err = cli("ls", URL)
+    assert code == 0 and "newest" in out and "not kept apart" in err
+    put(store, Open, 11, epoch=4, session=OTHER, world_size=1)  # not probed anew
+    assert "not kept apart" in cli("ls", URL)[2]
 
 
 def test_several_of_one_step(cli, store):

@@ -39,6 +39,8 @@ COMMIT = records.Commit(
     foreign_packs=[keys.pack(ATTEMPT, 0, 1)],
     meta={"loss": np.float32(0.5), "tags": ("a", 1), "n": None},
 )
+RETIRE = records.Retire(seq=4, **HEAD, seqs=[1, 3], attempts=[ATTEMPT], reason="retention")
+TAG = records.Tag(seq=4, **HEAD, name="best", target=3)
 
 
 def changed(record: records.Record, **fields: Any) -> bytes:
@@ -48,7 +50,18 @@ def changed(record: records.Record, **fields: Any) -> bytes:
     return wire.seal(wire.MAGIC_RECORD, limits.FORMAT_VERSION, body)
 
 
-@pytest.mark.parametrize("record", [OPEN, COMMIT, dataclasses.replace(COMMIT, parent=3, foreign_packs=[], meta=None)])
+@pytest.mark.parametrize(
+    "record",
+    [
+        OPEN,
+        COMMIT,
+        dataclasses.replace(COMMIT, parent=3, foreign_packs=[], meta=None),
+        RETIRE,
+        dataclasses.replace(RETIRE, seqs=[], attempts=[], reason=""),
+        TAG,
+        dataclasses.replace(TAG, name="A" + "-" * 63, target=None),
+    ],
+)
 def test_round_trip(record: records.Record) -> None:
     back = records.decode(record.encode(), 4)
     assert back == record and type(back) is type(record)
@@ -148,6 +161,45 @@ def test_values_out_of_bounds_are_refused(fields: dict[str, Any]) -> None:
         records.decode(changed(COMMIT, **fields), 4)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seqs": [4]},
+        {"seqs": [-1]},
+        {"seqs": [True]},
+        {"seqs": ["1"]},
+        {"seqs": None},
+        {"attempts": [ATTEMPT + "/"]},
+        {"attempts": [1]},
+        {"attempts": ATTEMPT},
+        {"reason": None},
+        {"reason": "x" * 5000},
+    ],
+)
+def test_a_malformed_retire_record_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match=r"log/0{19}4\.msgpack"):
+        records.decode(changed(RETIRE, **fields), 4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"target": -1}, {"target": "3"}, {"target": True}]
+    + [{"name": name} for name in ("", "1", "123", "1@2", "-a", "a b", "a/b", "a@1", "ä", "x" * 65, "a\n", None, 3)],
+)
+def test_a_malformed_tag_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match=r"log/0{19}4\.msgpack"):
+        records.decode(changed(TAG, **fields), 4)
+
+
+def test_a_record_has_the_name_that_its_key_says() -> None:
+    name = keys.RecordName(4, 2, bytes(range(16)))
+    assert name.key == "log/00000000000000000004.000002.000102030405060708090a0b0c0d0e0f.msgpack"
+    assert records.decode(TAG.encode(), 4, name) == TAG
+    for other in (keys.RecordName(4, 3, name.write_id), keys.RecordName(4, 2, bytes(16))):
+        with pytest.raises(FormatError, match=r"log/0{19}4\.00000[23]\.[0-9a-f]{32}\.msgpack: .*another name"):
+            records.decode(TAG.encode(), 4, other)
+
+
 def test_too_long_a_record_is_refused() -> None:
     with pytest.raises(FormatError, match="longer than"):
         records.decode(bytes(limits.MAX_RECORD_BYTES + 1), 4)
@@ -169,9 +221,12 @@ def test_truncated_records_are_refused(cut: int) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=5), st.booleans())
-def test_mutated_records_raise_format_errors_only(changes: list[tuple[int, int]], opening: bool) -> None:
-    data = bytearray((OPEN if opening else COMMIT).encode())
+@given(
+    st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=5),
+    st.sampled_from([OPEN, COMMIT, RETIRE, TAG]),
+)
+def test_mutated_records_raise_format_errors_only(changes: list[tuple[int, int]], record: records.Record) -> None:
+    data = bytearray(record.encode())
     for at, value in changes:
         data[at % len(data)] = value
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from objckpt.config import StoreOptions
-from objckpt.errors import AmbiguousWriteError, ConnectError
+from objckpt.errors import AmbiguousWriteError, ConnectError, StoreError
 from objckpt.store import Store, deadline, open_store
 
 LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
@@ -147,6 +147,31 @@ def test_the_tries_of_a_range_go_on_while_they_bring_bytes(serve: Serve, monkeyp
     server._serve = serve_quarter  # type: ignore[method-assign]
     server.store(timeout_s=5, deadline_s=1.0).get_into("data/x", 0, [memoryview(bytearray(4 * piece))])
     assert len(server.requests) == 4
+
+
+def test_a_request_that_is_not_taken_in_time_is_a_timeout(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer's window is closed: it reads nothing of a body larger than all buffers."""
+    server = serve(b"", b"")
+    monkeypatch.setattr(server, "_serve", lambda connection: server._closing.wait(10))
+    with pytest.raises(ConnectError, match=r"TimeoutError"):
+        server.store(timeout_s=1, deadline_s=1).put("log/x", bytes(64 << 20))
+
+
+def test_what_the_store_answered_before_the_deadline_is_told(serve: Serve) -> None:
+    """Every try is refused; the last one is cut off by the end of all tries."""
+    server = serve(b"", b"")
+
+    def refuse_then_hang(connection: socket.socket) -> None:
+        with connection:
+            server.requests.append(connection.recv(1 << 16))
+            if len(server.requests) == 1:
+                connection.sendall(b"HTTP/1.1 500 X\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            else:
+                server._closing.wait(10)
+
+    server._serve = refuse_then_hang  # type: ignore[method-assign]
+    with pytest.raises(StoreError, match=r"failed, after 2 tries: 500 \(500\)"):
+        server.store(timeout_s=5, deadline_s=1.5).list("log/")
 
 
 def test_a_limit_ends_with_its_block() -> None:

@@ -77,6 +77,15 @@ def test_pauses_grow_and_carry_jitter() -> None:
     assert pause_s(10_000, True, random.Random(1)) <= 20
 
 
+def test_the_stores_last_answer_is_reported_when_the_deadline_cuts_the_last_try() -> None:
+    full, cut = answer(500, "InternalError", "disk"), Fault("timeout", "TimeoutError", "")
+    tries = Tries.within(60)
+    assert tries.telling(cut) is cut
+    assert tries.telling(full) is full and tries.telling(cut) is full
+    reset = Fault("network", "ConnectionClosedError", "")
+    assert tries.telling(reset) is reset
+
+
 def test_tries_end_at_the_deadline() -> None:
     tries = Tries.within(0.0)
     assert tries.next_pause_s(Verdict.RETRY) is None

@@ -1,0 +1,347 @@
+"""What the ranks do. Every function is called as `job(rank, size, ...)` with the process group made; see support/ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from objckpt import Checkpointer, SaveOptions
+from objckpt.errors import ConnectError, ObjckptError
+from objckpt.handle import SaveHandle
+
+STEPS = 2
+MORE_STEPS = 3
+
+
+class Net(nn.Module):
+    """Odd sizes: on four ranks the rows of `head` are 1, 1, 1 and 0; the large matrix is shared among replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(9)
+        self.up = nn.Linear(9, 134)
+        self.down = nn.Linear(134, 130)
+        self.head = nn.Linear(130, 3)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def build(layout: str, size: int, seed: int = 0) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """The module, what wraps it, and its optimizer."""
+    torch.manual_seed(seed)
+    net: nn.Module = Net()
+    wrapped = net
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if layout == "ddp":
+        wrapped = DistributedDataParallel(net)
+    elif layout == "tp":
+        parallelize_module(net, init_device_mesh("cpu", (size,)), plan)
+    elif layout == "fsdp":
+        fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
+    elif layout == "hsdp":
+        fully_shard(net, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "fsdp_tp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(net, mesh["tp"], plan)
+        fully_shard(net, mesh=mesh["dp"])
+    elif layout != "plain":
+        raise ValueError(layout)
+    return net, wrapped, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+
+
+def train(wrapped: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
+    """The losses; the batch is that of the step, and the same on all ranks."""
+    losses = []
+    for step in range(first, first + steps):
+        x = torch.rand(4, 9, generator=torch.Generator().manual_seed(step))
+        loss = wrapped(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def full(value: Any) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def contents(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every tensor of both, whole. A collective."""
+    out = {f"model/{name}": full(value) for name, value in net.state_dict().items()}
+    for number, entries in optimizer.state_dict()["state"].items():
+        out |= {f"optim/{number}/{name}": full(value) for name, value in entries.items()}
+    return out
+
+
+def checkpointer(url: str, **options: Any) -> Checkpointer:
+    given = {"rank_deadline_s": 30.0, "linger_s": 10.0, "uploader": "thread"} | options
+    return Checkpointer(url, options=SaveOptions(**given))
+
+
+class Loader:
+    """Has its place in the data, as a data loader has."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+# ---- any layout to any layout ----------------------------------------------------------------------------------------
+
+
+def save(rank: int, size: int, urls: dict[str, str]) -> dict[str, tuple[dict[str, torch.Tensor], list[float]]]:
+    """Train and save one model a layout; what was saved, and the losses of going on."""
+    out = {}
+    for layout, url in urls.items():
+        net, wrapped, optimizer = build(layout, size)
+        train(wrapped, optimizer, STEPS)
+        net.seen.fill_(7)
+        ckpt = checkpointer(url)
+        ckpt.save(
+            STEPS, {"model": net, "optim": optimizer, "step": STEPS}, per_rank=own_state(100 + rank)
+        ).wait_committed(60)
+        ckpt.close()
+        saved = contents(net, optimizer)
+        out[layout] = (saved, train(wrapped, optimizer, MORE_STEPS, STEPS))
+    return out
+
+
+def own_state(number: int) -> dict[str, Any]:
+    return {"rng": torch.Generator().manual_seed(number).get_state(), "loader": Loader(number), "number": number}
+
+
+def restore(
+    rank: int, size: int, sources: dict[Any, str], layouts: list[str]
+) -> dict[Any, tuple[dict[str, torch.Tensor], list[float]]]:
+    """Restore each source into each layout; what is there afterwards, and the losses of going on."""
+    out = {}
+    for source, url in sources.items():
+        for layout in layouts:
+            net, wrapped, optimizer = build(layout, size, seed=1)
+            ckpt = checkpointer(url)
+            state = {"model": net, "optim": optimizer, "step": 0}
+            assert ckpt.restore(state) == STEPS and state["step"] == STEPS
+            ckpt.close()
+            assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.01
+            out[source, layout] = (contents(net, optimizer), train(wrapped, optimizer, MORE_STEPS, STEPS))
+    return out
+
+
+def restore_own(rank: int, size: int, url: str) -> Any:
+    """What belongs to this rank, or the errors of asking for it."""
+    ckpt = checkpointer(url)
+    net, _, optimizer = build("fsdp", size, seed=1)
+    own = own_state(0)
+    try:
+        ckpt.restore({"model": net, "optim": optimizer, "step": 0}, per_rank=own)
+    except ObjckptError as err:
+        return type(err).__name__, str(err)
+    finally:
+        ckpt.close()
+    return own["number"], own["loader"].place, own["rng"]
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def outcome(handle: SaveHandle, timeout: float = 40.0) -> tuple[str, str]:
+    """Class and text of a save's error; of a commit the class is "" and the text its step."""
+    try:
+        handle.wait_committed(timeout)
+    except ObjckptError as err:
+        return type(err).__name__, str(err)
+    return "", str(handle.step)
+
+
+def attempt(work: Any) -> tuple[str, str]:
+    try:
+        work()
+    except ObjckptError as err:
+        return type(err).__name__, str(err)
+    return "", ""
+
+
+def refusals(rank: int, size: int, url: str) -> dict[str, Any]:
+    """Saves that must fail, and after each of them one that works."""
+    mesh = init_device_mesh("cpu", (size,))
+    good = {"w": distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]), "lr": 0.5}
+    out: dict[str, Any] = {}
+    ckpt = checkpointer(url, rank_deadline_s=2.0)
+    partial = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    out["partial"] = attempt(lambda: ckpt.save(1, {"model": {"sum": partial}}))
+    out["differs"] = outcome(ckpt.save(1, good | {"lr": 0.5 if rank != 2 else 0.25}))
+    out["again"] = outcome(ckpt.save(1, good))
+    out["stages"] = outcome(ckpt.save(2, good | ({"extra": good["w"]} if rank == 1 else {})))
+    began = time.monotonic()
+    if rank == 2:
+        out["type"] = attempt(lambda: ckpt.save(3, good | {"bad": object()}))
+    else:
+        out["type"] = outcome(ckpt.save(3, good))
+        out["type_s"] = time.monotonic() - began
+    dist.barrier()
+    out["after"] = outcome(ckpt.save(4, good))
+    ckpt.close()
+    return out
+
+
+def restore_refusals(rank: int, size: int, url: str) -> dict[str, Any]:
+    """Of the checkpoint that `refusals` leaves: one rank fails, all raise."""
+    mesh = init_device_mesh("cpu", (size,))
+    ckpt = checkpointer(url)
+    w = distribute_tensor(torch.zeros(7), mesh, [Shard(0)])
+    wrong = {"w": w, "lr": 0.0, "more": 1} if rank == 1 else {"w": w, "lr": 0.0}
+    out = {"mismatch": attempt(lambda: ckpt.restore(wrong))}
+    untouched = not full(w).any()
+    out["untouched"] = untouched
+    out["missing"] = attempt(lambda: ckpt.restore({"w": w, "lr": 0.0}, step=99))
+    if rank == 1:
+        ckpt._store.get_into = fail  # this rank cannot read data
+    out["read"] = attempt(lambda: ckpt.restore({"w": w, "lr": 0.0}))
+    ckpt.close()
+    return out
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise ConnectError("no route to the store")
+
+
+def die(rank: int, size: int, url: str, victim: int) -> Any:
+    """A checkpoint; then a rank and its uploader are killed in the middle of the next one."""
+    ckpt = checkpointer(url, uploader="process", rank_deadline_s=3.0)
+    state = {
+        "w": torch.ones(3),
+        "own": distribute_tensor(torch.ones(size, 1 << 22), init_device_mesh("cpu", (size,)), [Shard(0)]),
+    }
+    ckpt.save(1, state).wait_committed(60)
+    dist.barrier()
+    handle = ckpt.save(2, state)
+    if rank == victim:
+        agent = ckpt._flights.agent
+        assert agent is not None and agent.pid
+        os.kill(agent.pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    found = outcome(handle)
+    took = time.monotonic() - began
+    visible = [c.step for c in ckpt.checkpoints()]
+    ckpt.close()
+    return found, took, visible
+
+
+def resume(rank: int, size: int, url: str, next_step: int) -> Any:
+    ckpt = checkpointer(url)
+    state = {
+        "w": torch.zeros(3),
+        "own": distribute_tensor(torch.zeros(4, 1 << 22), init_device_mesh("cpu", (size,)), [Shard(0)]),
+    }
+    found = ckpt.restore(state)
+    sums = state["w"].sum().item(), full(state["own"]).sum().item()
+    done = outcome(ckpt.save(next_step, state))
+    ckpt.close()
+    return found, sums, done
+
+
+def two_jobs(rank: int, size: int, url: str) -> Any:
+    """A second writer opens the prefix while the first one goes on."""
+    first, second = checkpointer(url), checkpointer(url)
+    out = [outcome(first.save(1, {"n": 1})), outcome(second.save(2, {"n": 2}))]
+    out += [outcome(first.save(3, {"n": 3})), outcome(second.save(4, {"n": 4}))]
+    steps = [c.step for c in second.checkpoints()]
+    for ckpt in (first, second):
+        ckpt.close()
+    return out, steps
+
+
+def no_collectives(rank: int, size: int, url: str) -> Any:
+    """From the return of save() to the commit every way to communicate raises."""
+    net, wrapped, optimizer = build("fsdp", size)
+    train(wrapped, optimizer, 1)
+    ckpt = checkpointer(url)
+    calls: list[str] = []
+
+    def forbid(name: str) -> Any:
+        def raising(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            raise RuntimeError(f"{name} in the background")
+
+        return raising
+
+    handle = ckpt.save(1, {"model": net, "optim": optimizer})
+    kept = [(c10d, name, getattr(c10d, name)) for name in c10d.__all__ if name.islower()]
+    kept += [(dist, name, getattr(dist, name)) for _, name, _ in kept if hasattr(dist, name)]
+    kept += [
+        (dist.ProcessGroup, n, getattr(dist.ProcessGroup, n))
+        for n in ("allreduce", "allgather", "broadcast", "barrier", "send")
+    ]
+    names = {name for _, name, _ in kept}
+    assert {"all_gather_object", "broadcast_object_list", "barrier", "isend", "all_reduce"} <= names
+    for owner, name, _ in kept:
+        setattr(owner, name, forbid(name))
+    try:
+        found = outcome(handle)
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
+    ckpt.close()
+    return found, calls
+
+
+# ---- bytes read ------------------------------------------------------------------------------------------------------
+
+ROWS, COLUMNS = 2048, 1024  # 8 MiB of fp32
+
+
+def save_rows(rank: int, size: int, url: str) -> None:
+    """One tensor cut by rows, one that all hold."""
+    mesh = init_device_mesh("cpu", (size,))
+    ckpt = checkpointer(url)
+    whole = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
+    state = {"w": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)}
+    ckpt.save(1, state).wait_committed(60)
+    ckpt.close()
+
+
+def restore_columns(rank: int, size: int, url: str, placement: str) -> bool:
+    """Into other placements of the same tensor; whether it is what was saved."""
+    place = {"columns": [Shard(1)], "whole": [Replicate()], "rows": [Shard(0)]}.get(placement)
+    whole = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
+    if place is None:
+        mesh, place = init_device_mesh("cpu", (2, size // 2)), [Replicate(), Shard(0)]
+    else:
+        mesh = init_device_mesh("cpu", (size,))
+    target = distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, place, src_data_rank=None)
+    ckpt = checkpointer(url)
+    ckpt.restore({"w": target})
+    ckpt.close()
+    return torch.equal(target.to_local(), distribute_tensor(whole, mesh, place, src_data_rank=None).to_local())
+
+
+def ddp_bytes(rank: int, size: int, url: str) -> bool:
+    """Save and restore as data-parallel jobs do: plain tensors, alike on all ranks."""
+    tensors = {f"w{i}": torch.full((1 << 19,), float(i)) for i in range(4)}
+    ckpt = checkpointer(url)
+    ckpt.save(1, {"model": tensors}).wait_committed(60)
+    into = {"model": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}}
+    ckpt.restore(into)
+    ckpt.close()
+    return all(torch.equal(into["model"][name], tensor) for name, tensor in tensors.items())

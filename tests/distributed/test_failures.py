@@ -1,0 +1,64 @@
+"""One rank refuses, differs or dies: all learn it within the deadline, nothing half is visible, and the next save works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.ranks import KILLED, Ranks
+
+from objckpt import Checkpointer
+
+
+def test_refusals_reach_every_rank_by_name(ranks: Ranks, jobs: Path, weed_url: str) -> None:
+    found = ranks.run(4, jobs, "refusals", weed_url)
+    for rank, out in enumerate(found):
+        kind, text = out["partial"]
+        assert kind == "UnsupportedTypeError" and "model/sum" in text and "partial" in text
+        kind, text = out["differs"]
+        assert kind == "SaveError" and "rank 2 and rank 0 differ in lr" in text and "per_rank" in text
+        assert out["again"] == ("", "1")
+        kind, text = out["stages"]
+        assert kind == "SaveError" and "rank 1 and rank 0 differ in extra" in text
+        kind, text = out["type"]
+        if rank == 2:
+            assert kind == "UnsupportedTypeError" and "bad" in text
+        else:
+            assert kind == "SaveError" and "rank 2" in text
+            assert out["type_s"] < 12  # the deadline is 2 s
+        assert out["after"] == ("", "4")
+    with Checkpointer(weed_url) as ckpt:
+        assert [c.step for c in ckpt.checkpoints()] == [1, 4]
+    for rank, out in enumerate(ranks.run(4, jobs, "restore_refusals", weed_url)):
+        kind, text = out["mismatch"]
+        assert (kind == "MismatchError" and "more" in text) if rank == 1 else (kind == "PeerError" and "rank 1" in text)
+        assert out["untouched"]
+        kind, text = out["missing"]
+        assert "step 99 is not committed" in text
+        assert kind == ("PeerError" if rank else "NotCommittedError")
+        kind, text = out["read"]
+        assert (kind == "ConnectError") if rank == 1 else (kind == "PeerError" and "no route to the store" in text)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_in_mid_save(victim: int, ranks: Ranks, jobs: Path, weed_url: str) -> None:
+    found = ranks.run(4, jobs, "die", weed_url, victim, may_die=(victim,))
+    assert found.pop(victim) == KILLED
+    for (kind, text), took_s, visible in found:
+        assert kind == "SaveError" and (f"rank {victim}" in text or f"ranks {victim}" in text)
+        assert took_s < 15  # the deadline is 3 s
+        assert visible == [1]
+    for result in ranks.run(3, jobs, "resume", weed_url, 2):
+        assert result == (1, (3.0, float(4 << 22)), ("", "2"))
+
+
+def test_two_jobs_under_one_url(ranks: Ranks, jobs: Path, weed_url: str) -> None:
+    for outcomes, steps in ranks.run(3, jobs, "two_jobs", weed_url):
+        assert outcomes[:2] == [("", "1"), ("", "2")] and outcomes[3] == ("", "4")
+        kind, text = outcomes[2]
+        assert kind == "WriterFencedError" and "was replaced by session" in text
+        assert steps == [1, 2, 4]
+
+
+def test_nothing_communicates_between_save_and_commit(ranks: Ranks, jobs: Path, weed_url: str) -> None:
+    assert ranks.run(4, jobs, "no_collectives", weed_url) == [(("", "1"), [])] * 4

@@ -1,0 +1,106 @@
+"""The pieces of a distributed tensor are those that torch's placements cut; every replica writes its share of the bytes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from objckpt.state.shards import SMALL_BYTES, Piece, Replicated, choose_writers, local_part, pieces
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]
+
+
+@st.composite
+def layouts(draw: Any) -> Layout:
+    """Shape, mesh shape and a placement for each of its dimensions."""
+    shape = tuple(draw(st.lists(st.integers(0, 13), max_size=3)))
+    mesh = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    placements = []
+    for _ in mesh:
+        kind = draw(st.sampled_from(["replicate", "shard", "strided"])) if shape else "replicate"
+        dim = draw(st.integers(0, len(shape) - 1)) if shape else 0
+        if kind == "strided":
+            placements.append(_StridedShard(dim, split_factor=draw(st.integers(1, 4))))
+        else:
+            placements.append(Shard(dim) if kind == "shard" else Replicate())
+    return shape, mesh, tuple(placements)
+
+
+def cut_by_torch(tensor: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...], placements: Any) -> torch.Tensor:
+    """The local tensor of the rank at a mesh coordinate, as torch distributes a tensor: placement by placement."""
+    for size, index, placement in zip(mesh, at, placements, strict=True):
+        if not placement.is_replicate():
+            tensor = placement._split_tensor(tensor, size, with_padding=False)[0][index]
+    return tensor
+
+
+def read(whole: torch.Tensor, local_shape: torch.Size, found: list[Piece]) -> torch.Tensor:
+    out = torch.full(local_shape, -1)
+    for piece in found:
+        local_part(out, piece.local).copy_(local_part(whole, piece.box))
+    return out
+
+
+@settings(max_examples=400, deadline=None)
+@example(((8, 8), (2, 2), (_StridedShard(0, split_factor=2), Shard(0))))  # FSDP2 over TP
+@example(((5, 3), (4,), (Shard(0),)))  # ranks: 2, 2, 1 and 0 rows
+@example(((7,), (2, 2), (_StridedShard(0, split_factor=2), Shard(0))))
+@example(((), (2, 3), (Replicate(), Replicate())))
+@given(layouts())
+def test_pieces_are_what_torch_cuts(layout: Layout) -> None:
+    shape, mesh, placements = layout
+    whole = torch.arange(math.prod(shape)).view(shape)
+    copies = math.prod(size for size, p in zip(mesh, placements, strict=True) if p.is_replicate())
+    times_held = torch.zeros(shape, dtype=torch.int64)
+    for at in itertools.product(*map(range, mesh)):
+        local = cut_by_torch(whole, mesh, at, placements)
+        found = pieces(shape, mesh, at, placements)
+        assert torch.equal(read(whole, local.shape, found), local)
+        # Each element of the local tensor is in one piece, and no piece is empty.
+        assert sum(piece.box.elements for piece in found) == local.numel()
+        assert all(piece.box.elements and piece.box.shape == piece.local.shape for piece in found)
+        for piece in found:
+            local_part(times_held, piece.box).add_(1)
+    assert bool((times_held == copies).all())
+
+
+@given(layouts())
+def test_pieces_that_touch_are_one(layout: Layout) -> None:
+    """An index entry a piece: an unstrided layout has one, however many dimensions cut the tensor."""
+    shape, mesh, placements = layout
+    if any(isinstance(p, _StridedShard) and p.split_factor > 1 for p in placements):
+        return
+    for at in itertools.product(*map(range, mesh)):
+        assert len(pieces(shape, mesh, at, placements)) <= 1
+
+
+leaves = st.lists(
+    st.tuples(st.integers(0, 40 * SMALL_BYTES), st.sampled_from([("a", 1), ("b", 2), ("c", 4), ("d", 7)])), max_size=40
+).map(lambda rows: [Replicated(f"leaf{i}", n, (name,), copies) for i, (n, (name, copies)) in enumerate(rows)])
+
+
+@settings(deadline=None)
+@given(leaves, st.randoms(use_true_random=False))
+def test_writers_are_the_same_on_every_rank_and_even(found: list[Replicated], order: random.Random) -> None:
+    chosen = choose_writers(found)
+    again = list(found)
+    order.shuffle(again)
+    assert choose_writers(again) == chosen
+    assert set(chosen) == {leaf.fqn for leaf in found}
+    for group in {leaf.group for leaf in found}:
+        mine = [leaf for leaf in found if leaf.group == group]
+        # A rank that is not in the other groups chooses the same in this one.
+        assert choose_writers(mine) == {leaf.fqn: chosen[leaf.fqn] for leaf in mine}
+        large = [leaf for leaf in mine if leaf.nbytes > SMALL_BYTES]
+        assert all(chosen[leaf.fqn] == 0 for leaf in mine if leaf.nbytes <= SMALL_BYTES)
+        if large:
+            loads = [sum(leaf.nbytes for leaf in large if chosen[leaf.fqn] == r) for r in range(large[0].replicas)]
+            assert max(loads) <= sum(loads) / len(loads) + max(leaf.nbytes for leaf in large)
