@@ -9,9 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 
@@ -29,15 +28,13 @@ from objckpt.errors import (
 from objckpt.events import Progress, ignore
 from objckpt.flights import Flights
 from objckpt.format import values
-from objckpt.format.index import PER_RANK
 from objckpt.format.records import Commit
-from objckpt.group import Group, can_exchange
+from objckpt.group import Group
 from objckpt.handle import SaveHandle, SaveStats
 from objckpt.log import Log, read_log
 from objckpt.preempt import Preemption
-from objckpt.restore.into import Restoration
 from objckpt.restore.removed import unless_removed
-from objckpt.restore.share import Sharing
+from objckpt.resume import restore_together
 from objckpt.save import plan
 from objckpt.save.arena import Arena
 from objckpt.state.flatten import Flat, flatten
@@ -45,6 +42,7 @@ from objckpt.state.staging import Stager
 from objckpt.store import open_store
 
 logger = logging.getLogger("objckpt")
+T = TypeVar("T")
 _open: set[Checkpointer] = set()  # those with an uploader: kept until they are closed or the process ends
 
 
@@ -254,7 +252,8 @@ class Checkpointer:
             strict: every leaf of `into` must be in the checkpoint and the other way round. With False the attributes
                 `missing` and `unexpected` list, by FQN, what was left out, and a warning tells it.
             step: a step, "step@seq" for exactly one of several commits of a step, or a tag.
-            per_rank: what `save` was given as `per_rank`, to be filled with that of this rank.
+            per_rank: what `save` was given as `per_rank`, to be filled with that of this rank. Where the checkpoint has nothing
+                of this rank, since fewer ranks saved it, it stays as it is, and `missing` has "per_rank/<rank>".
             only: patterns of FQNs (`"model/*"`) to restore; the rest stays untouched.
             cast: permit another floating dtype than the stored one.
             read_sharing: in a job of several ranks "auto" lets what several of them want be read by one and passed on, where
@@ -271,52 +270,27 @@ class Checkpointer:
             FormatError: stored bytes are not what was written.
             StoreError: the store cannot be read. Never taken for "no checkpoint".
         """
-        commit = self._choose(step)
-        if commit is None:
-            return None
-        group, target = self.group, into
-        if per_rank is not None:
-            target = {**into, PER_RANK: {group.rank: per_rank}}
 
-        def match() -> Restoration:
-            for near in (group.rank if group.size > 1 else None, None):
-                checkpoint = restore.open_checkpoint(self._store, commit, near=near)
-                checkpoint = replace(checkpoint, tree=_own_part(checkpoint.tree, target, group.rank))
-                work = Restoration(
-                    self._store, checkpoint, target, strict=strict, only=only, cast=cast,
-                    pickle=self.options.pickle, progress=progress,
-                )  # fmt: skip
-                if work.covered:
-                    break
-            return work
+        def once() -> int | None:
+            commit = self._choose(step)
+            if commit is None:
+                return None
+            report = restore_together(
+                self._store, self.group, commit, into, per_rank, strict=strict, only=only, cast=cast,
+                pickle=self.options.pickle, sharing=read_sharing, progress=progress,
+            )  # fmt: skip
+            self._flights.rebase(commit.seq, commit.step)
+            self.missing, self.unexpected = report.missing, report.unexpected
+            if report.missing or report.unexpected:
+                logger.warning(
+                    "step %d: left as they were: %s; only in the checkpoint: %s",
+                    commit.step,
+                    ", ".join(report.missing) or "nothing",
+                    ", ".join(report.unexpected) or "nothing",
+                )
+            return commit.step
 
-        with unless_removed(self._store, commit):
-            work = group.together(match)
-            sharing = None
-            if read_sharing == "auto" and group.size > 1 and can_exchange():
-                sharing = Sharing(group, self._store, work.checkpoint, progress)
-                work.fills = sharing.take(work.fills)
-            group.together(work.fetch)
-            if sharing is not None:
-                sharing.run()
-            group.together(work.hand_over)
-        if per_rank is not None:
-            if target[PER_RANK][group.rank] is not per_rank:  # replaced as a whole
-                per_rank.clear()
-                per_rank.update(target[PER_RANK][group.rank])
-            for key in [k for k in into if target[k] is not into[k]]:  # values: they were put into the copy
-                into[key] = target[key]  # type: ignore[index]
-        self._flights.rebase(commit.seq, commit.step)
-        report = work.report
-        self.missing, self.unexpected = report.missing, report.unexpected
-        if report.missing or report.unexpected:
-            logger.warning(
-                "step %d: left as they were: %s; only in the checkpoint: %s",
-                commit.step,
-                ", ".join(report.missing) or "nothing",
-                ", ".join(report.unexpected) or "nothing",
-            )
-        return commit.step
+        return self._unless_removed(step, once)
 
     def load(
         self,
@@ -330,12 +304,16 @@ class Checkpointer:
 
         Tensors that were tied are tied again. Raises as `restore` does; NotCommittedError when there is no checkpoint.
         """
-        commit = self._read_log().find(step)
-        with unless_removed(self._store, commit):
-            checkpoint = restore.open_checkpoint(self._store, commit)
-            return restore.load(
-                self._store, checkpoint, device=device, only=only, pickle=self.options.pickle, progress=progress
-            )
+
+        def once() -> Any:
+            commit = self._read_log().find(step)
+            with unless_removed(self._store, commit):
+                checkpoint = restore.open_checkpoint(self._store, commit)
+                return restore.load(
+                    self._store, checkpoint, device=device, only=only, pickle=self.options.pickle, progress=progress
+                )
+
+        return self._unless_removed(step, once)
 
     def open(self, step: int | str | None = None) -> Mapping[str, Any]:
         """A lazy, read-only mapping from FQN to value or tensor; a tensor's slice fetches only the chunks it needs."""
@@ -343,6 +321,18 @@ class Checkpointer:
         return restore.lazy(self._store, restore.open_checkpoint(self._store, commit))
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _unless_removed(self, step: int | str | None, once: Callable[[], T]) -> T:
+        """Beside a job that keeps only few checkpoints the newest may go while it is read: then the next one is tried."""
+        if step is not None or self.group.size > 1:
+            return once()
+        try:
+            return once()
+        except NotCommittedError as err:
+            if not self.checkpoints():
+                raise
+            logger.warning("%s; trying the newest one", err)
+            return once()
 
     def _flatten(self, state: Mapping[Any, Any], per_rank: Mapping[Any, Any] | None) -> Flat:
         group, pickle = self.group, self.options.pickle
@@ -416,17 +406,6 @@ class Checkpointer:
         self._flights.meet_predecessor()
         self._log = read_log(self._store, self._log)
         return self._log
-
-
-def _own_part(tree: dict[Any, Any], target: Mapping[Any, Any], rank: int) -> dict[Any, Any]:
-    """The tree with that of `per_rank` which belongs to this rank, where it is asked for."""
-    if PER_RANK not in tree:
-        return tree
-    rest = {key: part for key, part in tree.items() if key != PER_RANK}
-    if PER_RANK not in target:
-        return rest
-    part = tree[PER_RANK]
-    return rest | {PER_RANK: {rank: part[rank]} if isinstance(part, dict) and rank in part else part}
 
 
 def _content(flat: Flat, tree: bytes | None, meta: bytes) -> Message:

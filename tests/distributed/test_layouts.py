@@ -64,7 +64,7 @@ def test_one_process_reads_what_a_job_has_written(
     shown = capsys.readouterr().out
     assert "down.weight" in shown and json.loads(shown)
     target = tmp_path / "state.pt"
-    assert run(["restore", url, "--output", str(target)]) == 0
+    assert run(["restore", url, "--out", str(target)]) == 0
     loaded = torch.load(target, weights_only=False)
     assert bits(loaded["model"]["up.weight"]) == bits(contents["model/up.weight"])
 

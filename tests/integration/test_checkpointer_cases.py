@@ -395,16 +395,18 @@ def test_e061_clients_are_not_made_for_each_save(stub, monkeypatch):
     def resources() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    state = {"w": torch.ones(256)}
+    state, most = {"w": torch.ones(256)}, 0
     with stub.open() as ckpt:
         for step in range(300):
             ckpt.save(step, state).wait_committed()
+            most = max(most, len(stub.server._connections))
             if step == 49:
                 before, before_bytes = resources(), rss_bytes()
             stub.server.requests.clear()
         after, after_bytes = resources(), rss_bytes()
         assert len(made) <= 2
-        assert stub.server.connections_made <= 2 * (ckpt._store.options.connections + 4)
+        assert most <= 2 * (ckpt._store.options.connections + 4)
+        assert stub.server.connections_made <= 100  # idle ones end after 12 s and are made again
     assert after[0] - before[0] <= 4 and after[1] - before[1] <= 4, (before, after)
     assert after_bytes - before_bytes < 30 * MiB
 

@@ -194,6 +194,15 @@ def test_no_bundles_in_a_keyed_log() -> None:
     assert bundles(store) == [] and len(read_log(store).checkpoints) == 20
 
 
+def test_no_bundles_of_a_log_that_has_become_a_keyed_one() -> None:
+    store = MemoryStore()
+    long(store, 4)
+    by = writer(store, 1, conditional=False)
+    for step in range(10, 20):
+        commit(by, step)
+    assert bundles(store) == []
+
+
 def test_a_bundle_has_fields_that_this_version_does_not_know() -> None:
     store = MemoryStore()
     by = long(store, 4)

@@ -233,6 +233,16 @@ def test_a_record_lands_in_an_old_slot_and_is_seen_by_all_who_read_on() -> None:
     assert late in read_log(store, known).records
 
 
+def test_whoever_has_not_read_for_long_appends_at_the_end_all_the_same() -> None:
+    store = MemoryStore(bucket())
+    by = keyed(store)
+    old = by.log
+    for step in (1, 2, 3):
+        commit(by, step)
+    record, log = append(store, old, a_commit(by, 9, os.urandom(16)), deadline_s=5)
+    assert record.seq == 4 and log.newest() == record
+
+
 def test_damage_is_told_once_and_heals() -> None:
     store = MemoryStore(bucket())
     by = keyed(store)

@@ -1,0 +1,86 @@
+"""A restore by all ranks of a job together: nobody goes on alone, and nothing is touched before all have matched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from objckpt.events import Progress
+from objckpt.format.index import PER_RANK
+from objckpt.format.records import Commit
+from objckpt.group import Group, can_exchange
+from objckpt.restore.into import Report, Restoration
+from objckpt.restore.open import open_checkpoint
+from objckpt.restore.removed import unless_removed
+from objckpt.restore.share import Sharing
+from objckpt.store import Store
+
+
+def restore_together(
+    store: Store,
+    group: Group,
+    commit: Commit,
+    into: Mapping[Any, Any],
+    per_rank: MutableMapping[Any, Any] | None,
+    *,
+    strict: bool,
+    only: str | list[str] | None,
+    cast: bool,
+    pickle: bool,
+    sharing: Literal["auto", "off"],
+    progress: Progress,
+) -> Report:
+    """Fill `into` and `per_rank` on every rank of the group; see `Checkpointer.restore`. Blocks; a collective.
+
+    In steps that all ranks end before one begins the next: match, fetch, pass on, hand over.
+    """
+    target = into
+    if per_rank is not None:
+        target = {**into, PER_RANK: {group.rank: per_rank}}
+
+    def match() -> Restoration:
+        for near in (group.rank if group.size > 1 else None, None):
+            checkpoint = open_checkpoint(store, commit, near=near)
+            wanted = target
+            if per_rank is not None and group.rank not in checkpoint.tree.get(PER_RANK, {}):
+                wanted = into  # saved by fewer ranks
+            checkpoint = replace(checkpoint, tree=_own_part(checkpoint.tree, wanted, group.rank))
+            work = Restoration(
+                store, checkpoint, wanted, strict=strict, only=only, cast=cast,
+                pickle=pickle, progress=progress,
+            )  # fmt: skip
+            if wanted is not target:
+                work.report.missing.append(f"{PER_RANK}/{group.rank}")
+            if work.covered:
+                break
+        return work
+
+    with unless_removed(store, commit):
+        work = group.together(match)
+        shared = None
+        if sharing == "auto" and group.size > 1 and can_exchange():
+            shared = Sharing(group, store, work.checkpoint, progress)
+            work.fills = shared.take(work.fills)
+        group.together(work.fetch)
+        if shared is not None:
+            shared.run()
+        group.together(work.hand_over)
+    if per_rank is not None:
+        if target[PER_RANK][group.rank] is not per_rank:  # replaced as a whole
+            per_rank.clear()
+            per_rank.update(target[PER_RANK][group.rank])
+        for key in [k for k in into if target[k] is not into[k]]:  # values: they were put into the copy
+            into[key] = target[key]  # type: ignore[index]
+    return work.report
+
+
+def _own_part(tree: dict[Any, Any], wanted: Mapping[Any, Any], rank: int) -> dict[Any, Any]:
+    """The tree; of the parts that belong to single ranks only this rank's, and none where none is wanted."""
+    if PER_RANK not in tree:
+        return tree
+    rest = {key: part for key, part in tree.items() if key != PER_RANK}
+    part = tree[PER_RANK]
+    if PER_RANK not in wanted:
+        return rest
+    return rest | {PER_RANK: {rank: part[rank]} if isinstance(part, dict) and rank in part else part}
