@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -113,3 +115,72 @@ def test_crash_sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     with capsys.disabled():
         print(f"\ncrash sweep: {at - 1} operations, before and after each: {outcomes}")
     assert at > 10
+
+
+class Hanging:
+    """A hook in which operation `at` of the session of `thread`, or of its uploader, hangs until it is released."""
+
+    def __init__(self, at: int, phase: str) -> None:
+        self.at, self.phase = at, phase
+        self.seen = 0
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def __call__(self, phase: str, operation: str, key: str) -> None:
+        if self.reached.is_set():
+            return
+        if phase == "before":
+            self.seen += 1
+        if self.seen == self.at and phase == self.phase:
+            self.reached.set()
+            assert self.released.wait(60)
+
+
+def test_hang_sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Operation i hangs, a new session takes over, and then the old one wakes up: the newest is that of the highest epoch."""
+    outcomes: dict[str, int] = {}
+    for at in itertools.count(1):
+        reached = False
+        for phase in ("before", "after"):
+            bucket = MemoryBucket()
+            with engine(bucket, monkeypatch):
+                with Checkpointer(URL, options=OPTIONS) as ckpt:
+                    ckpt.save(1, state(1))
+                bucket.hook = hanging = Hanging(at, phase)
+                told: list[str] = []
+
+                def old_session(told: list[str] = told) -> None:
+                    try:
+                        with Checkpointer(URL, options=OPTIONS) as ckpt:
+                            ckpt.restore(state(0))
+                            ckpt.save(2, state(2)).wait_committed(60)
+                        told.append("committed")
+                    except ObjckptError as err:
+                        told.append(type(err).__name__)
+
+                thread = threading.Thread(target=old_session, daemon=True)
+                thread.start()
+                while thread.is_alive() and not hanging.reached.wait(0.01):
+                    pass
+                if not hanging.reached.is_set():
+                    continue
+                reached = True
+                with Checkpointer(URL, options=OPTIONS) as later:
+                    assert later.restore(state(0)) in (1, 2)
+                    later.save(3, state(3))
+                seen = assert_whole(bucket)
+                assert seen in ([1, 3], [1, 2, 3])
+                hanging.released.set()
+                thread.join(60)
+                assert told and not thread.is_alive()
+                steps = assert_whole(bucket)
+                log = read_log(MemoryStore(bucket, URL))
+                # One that hung before it opened the log opens it now, and is the newer writer.
+                assert log.newest().epoch == log.epoch and steps[: len(seen)] == seen
+                assert (told == ["committed"]) == (2 in steps)
+            outcome = f"{phase}: {told[0]}"
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        if not reached:
+            break
+    with capsys.disabled():
+        print(f"\nhang sweep: {at - 1} operations, before and after each: {outcomes}")
+    assert at > 10 and any("WriterFencedError" in outcome for outcome in outcomes)
