@@ -90,21 +90,26 @@ class Flights:
         if self.agent is not None and self.agent.hung_up:
             self.agent.join(None)
         if self.agent is None or self.agent.ended:  # one may end before it is known here
-            self.meet_predecessor()
-            hello: Message = {
-                "type": "hello",
-                "url": self.url,
-                "store": self._store_options.to_wire(),
-                "options": self.options.to_wire(),
-                "session": self.session,
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "pid": os.getpid(),
-            }
-            self._rebase = True
-            agent = AgentClient(self.options.uploader, hello, on_message=self._on_message, on_end=self._on_agent_end)
-            self.agent = agent
-            agent.send({"type": "arena", "slab_bytes": self._arena.slab_bytes}, self._arena.fd)
+            try:
+                self.meet_predecessor()
+                hello: Message = {
+                    "type": "hello",
+                    "url": self.url,
+                    "store": self._store_options.to_wire(),
+                    "options": self.options.to_wire(),
+                    "session": self.session,
+                    "rank": self.rank,
+                    "world_size": self.world_size,
+                    "pid": os.getpid(),
+                }
+                self._rebase = True
+                agent = AgentClient(
+                    self.options.uploader, hello, on_message=self._on_message, on_end=self._on_agent_end
+                )
+                self.agent = agent
+                agent.send({"type": "arena", "slab_bytes": self._arena.slab_bytes}, self._arena.fd)
+            except OSError as err:  # no file descriptors, no processes
+                raise AgentError(f"the uploader cannot be started: {err}") from err
         return self.agent
 
     def send(
