@@ -18,6 +18,7 @@ from objckpt.restore.match import leaves
 from objckpt.store import Store
 
 _READERS = 16
+_MAX_TANGLED = 1024  # boxes of which no plane separates any: compared pair by pair; no sharding makes such
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +182,32 @@ def _check_tiling(boxes: list[Box], shape: tuple[int, ...], what: str, fqn: str)
     """Boxes inside a shape tile it when they do not overlap and have as many elements. FormatError otherwise."""
     if sum(box.elements for box in boxes) != math.prod(shape):
         raise FormatError(f"{what}: its shards do not tile its shape {shape}", fqn=fqn)
-    if len(boxes) < 2:
-        return
-    # A sweep along the dimension that separates the boxes best: only neighbours need to be compared.
-    d = max(range(len(shape)), key=lambda d: len({box.offset[d] for box in boxes}))
-    boxes = sorted(boxes, key=lambda box: box.offset[d])
-    for i, box in enumerate(boxes):
-        for other in boxes[i + 1 :]:
-            if other.offset[d] >= box.offset[d] + box.shape[d]:
-                break
-            if box.intersect(other) is not None:
-                raise FormatError(f"{what}: its shards overlap", fqn=fqn)
+    # Cut into groups that no box spans, dimension by dimension: a group of one overlaps nothing.
+    groups = [boxes]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        parts = next((cut for d in range(len(shape)) if len(cut := _cut(group, d)) > 1), [])
+        groups += parts
+        if parts:
+            continue
+        if len(group) > _MAX_TANGLED:
+            raise FormatError(f"{what}: {len(group)} shards lie across each other", fqn=fqn)
+        if any(box.intersect(other) is not None for i, box in enumerate(group) for other in group[:i]):
+            raise FormatError(f"{what}: its shards overlap", fqn=fqn)
+
+
+def _cut(boxes: list[Box], d: int) -> list[list[Box]]:
+    """The boxes in groups along dimension `d`: each group ends where the next one begins, or before."""
+    out: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.offset[d]):
+        if box.offset[d] >= end:
+            out.append([])
+        out[-1].append(box)
+        end = max(end, box.offset[d] + box.shape[d])
+    return out
 
 
 def _check_leaves(checkpoint: Checkpoint, tree: Any) -> None:

@@ -1,0 +1,52 @@
+"""Shards must tile their tensor: any cut into boxes is accepted, two that overlap are found, and neither takes long."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from objckpt.errors import FormatError
+from objckpt.geometry import Box, whole
+from objckpt.restore.open import _check_tiling
+
+
+def cut(box: Box, rng: random.Random, depth: int) -> list[Box]:
+    wide = [d for d, n in enumerate(box.shape) if n > 1]
+    if not depth or not wide:
+        return [box]
+    d = rng.choice(wide)
+    at = rng.randrange(1, box.shape[d])
+    low = Box(box.offset, (*box.shape[:d], at, *box.shape[d + 1 :]))
+    offset = (*box.offset[:d], box.offset[d] + at, *box.offset[d + 1 :])
+    high = Box(offset, (*box.shape[:d], box.shape[d] - at, *box.shape[d + 1 :]))
+    return cut(low, rng, depth - 1) + cut(high, rng, depth - 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 5), st.integers(0, 2**32))
+def test_any_cut_tiles_and_a_moved_box_does_not(shape: list[int], depth: int, seed: int) -> None:
+    rng = random.Random(seed)
+    boxes = cut(whole(tuple(shape)), rng, depth)
+    rng.shuffle(boxes)
+    _check_tiling(boxes, tuple(shape), "w", "w")
+    twins = [(a, b) for a, b in itertools.combinations(range(len(boxes)), 2) if boxes[a].shape == boxes[b].shape]
+    if twins:
+        a, b = twins[0]
+        with pytest.raises(FormatError, match="overlap"):
+            _check_tiling([boxes[a] if i == b else box for i, box in enumerate(boxes)], tuple(shape), "w", "w")
+
+
+def test_a_pinwheel_is_a_tiling_too() -> None:
+    boxes = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    _check_tiling(boxes, (3, 3), "w", "w")
+
+
+def test_many_boxes_in_many_dimensions() -> None:
+    unit = [Box(offset, (1,) * 12) for offset in itertools.product((0, 1), repeat=12)]
+    _check_tiling(unit, (2,) * 12, "w", "w")
+    with pytest.raises(FormatError, match="across each other"):
+        _check_tiling([Box((0,), (3000,))] * 3000, (3000 * 3000,), "w", "w")
