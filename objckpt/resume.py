@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from objckpt.events import Progress
+from objckpt.format.fqn import to_fqn
 from objckpt.format.index import PER_RANK
 from objckpt.format.records import Commit
 from objckpt.group import Group, can_exchange
@@ -35,23 +36,21 @@ def restore_together(
 
     In steps that all ranks end before one begins the next: match, fetch, pass on, hand over.
     """
-    target = into
-    if per_rank is not None:
-        target = {**into, PER_RANK: {group.rank: per_rank}}
+    extended = {} if per_rank is None else {**into, PER_RANK: {group.rank: per_rank}}
+    target = into if per_rank is None else extended
 
     def match() -> Restoration:
         for near in (group.rank if group.size > 1 else None, None):
             checkpoint = open_checkpoint(store, commit, near=near)
-            wanted = target
-            if per_rank is not None and group.rank not in checkpoint.tree.get(PER_RANK, {}):
-                wanted = into  # saved by fewer ranks
-            checkpoint = replace(checkpoint, tree=_own_part(checkpoint.tree, wanted, group.rank))
+            if group.rank not in checkpoint.tree.get(PER_RANK, {}):
+                extended.pop(PER_RANK, None)  # saved by fewer ranks
+            checkpoint = replace(checkpoint, tree=_own_part(checkpoint.tree, target, group.rank))
             work = Restoration(
-                store, checkpoint, wanted, strict=strict, only=only, cast=cast,
+                store, checkpoint, target, strict=strict, only=only, cast=cast,
                 pickle=pickle, progress=progress,
             )  # fmt: skip
-            if wanted is not target:
-                work.report.missing.append(f"{PER_RANK}/{group.rank}")
+            if per_rank is not None and PER_RANK not in target:
+                work.report.missing.append(to_fqn((PER_RANK, group.rank)))
             if work.covered:
                 break
         return work
@@ -67,9 +66,10 @@ def restore_together(
             shared.run()
         group.together(work.hand_over)
     if per_rank is not None:
-        if target[PER_RANK][group.rank] is not per_rank:  # replaced as a whole
+        own = target[PER_RANK][group.rank] if PER_RANK in target else per_rank
+        if own is not per_rank:  # replaced as a whole
             per_rank.clear()
-            per_rank.update(target[PER_RANK][group.rank])
+            per_rank.update(own)
         for key in [k for k in into if target[k] is not into[k]]:  # values: they were put into the copy
             into[key] = target[key]  # type: ignore[index]
     return work.report

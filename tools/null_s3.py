@@ -186,7 +186,7 @@ class Connection:
         elif method == "GET" and bucket:
             self.list_objects(bucket, query)
         elif method == "GET":
-            self.xml("ListAllMyBucketsResult", "<Buckets></Buckets>")
+            self.xml("ListAllMyBucketsResult", f"<Buckets></Buckets><SentBytes>{self.objects.sent_bytes}</SentBytes>")
         elif method == "POST" and "delete" in query:
             text = self.text(headers)
             keys = [unescape(key) for key in re.findall(r"<Key>(.*?)</Key>", text, re.DOTALL)]
@@ -258,6 +258,7 @@ class Connection:
             answer["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
         self.reply(status, answer, length=end - start)
         if method == "GET":
+            self.objects.count_sent(end - start)
             self.send(stored.segments, start, end)
 
     # ---- multipart and listings ------------------------------------------------------------------------------------

@@ -94,6 +94,11 @@ class Objects:
         self.uploads: dict[str, Upload] = {}
         self.lock = threading.Lock()
         self.serial = itertools.count(1)
+        self.sent_bytes = 0  # bodies of GET
+
+    def count_sent(self, nbytes: int) -> None:
+        with self.lock:
+            self.sent_bytes += nbytes
 
     def etag(self) -> str:
         return f'"{next(self.serial):032x}"'

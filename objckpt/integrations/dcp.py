@@ -56,9 +56,8 @@ from objckpt.format.values import TensorLeaf
 from objckpt.geometry import Box
 from objckpt.log import read_log
 from objckpt.restore.lazy import lazy
-from objckpt.restore.match import leaves
 from objckpt.restore.open import Checkpoint, open_checkpoint
-from objckpt.restore.place import Filler
+from objckpt.restore.place import Filler, NewTensors
 from objckpt.save.commit import LeafMeta, LogWriter, Sizes
 from objckpt.save.journey import Journey, Snapshot, upload_index
 from objckpt.state.dtypes import as_bytes, dtype_name, dtype_of
@@ -86,6 +85,7 @@ class ObjckptWriter(StorageWriter):
         open_store(url, self.store_options).close()  # an unacceptable URL is told now
         self.session = collect.new_session()
         self.checkpoint_id: str | os.PathLike[str] | None = None
+        self._next: int | None = None  # the step of the save to come; DCP calls reset() only when it is given an id
         self._step: int | None = None
         self._rank = 0
         self._planned: list[SavePlan] = []
@@ -96,12 +96,12 @@ class ObjckptWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins. UsageError for an id that does not end with a step."""
         self.checkpoint_id = checkpoint_id
-        self._step = None if checkpoint_id is None else step_of(checkpoint_id)
-        self._held = None
+        self._next = None if checkpoint_id is None else step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """`rank` and `use_collectives` reach only a parameter of the name `kwargs`."""
-        self._rank = int(kwargs.get("rank", 0) or 0)
+        self._rank, self._held = int(kwargs.get("rank", 0) or 0), None
+        self._step, self._next = self._next, None
         if not kwargs.get("use_collectives", True):
             raise UsageError(
                 "objckpt commits one checkpoint for all ranks: use_collectives=False is not possible with it"
@@ -115,6 +115,9 @@ class ObjckptWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: it gives the attempt its name, and each rank its number; its own is 0, which has the tree."""
         assert self._step is not None
+        global _last_plans
+        plans = self._in_full(plans)
+        _last_plans = (self.session, plans)
         attempt = keys.attempt(self._step, self.session, secrets.randbelow(10**9))
         order = [self._rank, *(rank for rank in range(len(plans)) if rank != self._rank)]
         self._planned = [
@@ -130,21 +133,31 @@ class ObjckptWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload what this rank has. Blocks; the future is done."""
         place = plan.storage_data
+        if place is None or place["step"] != self._step:  # its packs would take the place of another save's
+            raise SaveError(
+                f"step {self._step}: the plan to write is that of another save; is the planner in use twice?"
+            )
         mappings: dict[str, Path] = getattr(planner, "mappings", {}) or {}
-        tensors: list[torch.Tensor] = []
-        metas: list[LeafMeta] = []
+        leaves: list[tuple[torch.Tensor, LeafMeta]] = []
+        inner: list[torch.Tensor] = []  # those that DCP does not know, inside of values
         found: list[tuple[WriteItem, int, bytes | None]] = []  # item, its bytes, a value's packed form
-        sharded = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        for item in sorted(sharded, key=lambda item: -_itemsize(item)):
-            tensor, meta = _tensor_of(item, planner, mappings)
-            tensors.append(tensor)
-            metas.append(meta)
-            found.append((item, tensor.nbytes, None))
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                packed = _value_of(item, planner, self.options.pickle)
-                found.append((item, len(packed), packed))
-        snapshot = Snapshot(metas, [t.nbytes for t in tensors], [t.element_size() for t in tensors], _Reader(tensors))
+                packed, parts = _value_of(item, planner, mappings, self.options.pickle)
+                found.append((item, len(packed) + sum(tensor.nbytes for tensor, _ in parts), packed))
+                inner += [tensor for tensor, _ in parts]
+                leaves += parts
+            else:
+                leaves.append(_tensor_of(item, planner, mappings))
+                found.append((item, leaves[-1][0].nbytes, None))
+        leaves.sort(key=lambda leaf: -leaf[0].element_size())  # each starts aligned
+        tensors = [tensor for tensor, _ in leaves]
+        snapshot = Snapshot(
+            [meta for _, meta in leaves],
+            [t.nbytes for t in tensors],
+            [t.element_size() for t in tensors],
+            _Reader(tensors),
+        )
 
         async def upload(uploads: Uploads, journey: Journey) -> tuple[Index, tuple[str, int] | None]:
             index = await journey.upload(
@@ -161,7 +174,12 @@ class ObjckptWriter(StorageWriter):
 
         index, named = self._run(upload)
         self._held = index if place["rank"] == 0 else None
-        about = {"rank": place["rank"], "index": named, "packs": sum(size for _, size in index.packs)}
+        about = {
+            "rank": place["rank"],
+            "index": named,
+            "packs": sum(size for _, size in index.packs),
+            "inner": (sum(tensor.nbytes for tensor in inner), len(inner)),
+        }
         results = [
             WriteResult(index=item.index, size_in_bytes=nbytes, storage_data={"value": packed})
             for item, nbytes, packed in found
@@ -176,7 +194,7 @@ class ObjckptWriter(StorageWriter):
         assert self._held is not None and self._step is not None
         abouts = [r.storage_data for rank in results for r in rank if r.index.fqn == _ABOUT]
         written = {r.index: r for rank in results for r in rank if r.index.fqn != _ABOUT}
-        planned = {item.index for plan in self._planned for item in plan.items}
+        planned = {item.index for plan in self._planned for item in plan.items} | _named_by(metadata)
         if planned - written.keys() or len(abouts) != len(self._planned):
             lost = sorted(index.fqn for index in planned - written.keys())
             raise SaveError(
@@ -194,9 +212,10 @@ class ObjckptWriter(StorageWriter):
         ranks = {about["rank"]: about["index"] for about in abouts} | {0: self._run(upload)}
         stored = [m for m in metadata.state_dict_metadata.values() if isinstance(m, TensorStorageMetadata)]
         sizes = Sizes(
-            raw_bytes=sum(m.size.numel() * m.properties.dtype.itemsize for m in stored),
+            raw_bytes=sum(m.size.numel() * m.properties.dtype.itemsize for m in stored)
+            + sum(about["inner"][0] for about in abouts),
             stored_bytes=sum(about["packs"] for about in abouts),
-            tensors=len(stored),
+            tensors=len(stored) + sum(about["inner"][1] for about in abouts),
         )
         store = open_store(self.url, self.store_options)
         try:
@@ -218,6 +237,20 @@ class ObjckptWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.session)
+
+    def _in_full(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """With `enable_plan_caching` a plan that is that of the save before comes without its items, and a rank would take
+        the old plan from its cache, with the old attempt's name.
+        """
+        if all(getattr(plan, "usable", True) for plan in plans):
+            return plans
+        session, before = _last_plans
+        if session != self.session or len(before) != len(plans):
+            raise UsageError(
+                "the planner has kept the plans of another writer's save: use one ObjckptWriter for all saves, or "
+                "enable_plan_caching=False"
+            )
+        return [plan if plan.usable else old for plan, old in zip(plans, before, strict=True)]
 
     def _run(self, work: Callable[[Uploads, Journey], Coroutine[Any, Any, T]]) -> T:
         async def main() -> T:
@@ -241,23 +274,32 @@ class ObjckptReader(StorageReader):
         self._store = open_store(url, self._options)
         self.url = self._store.url
         self.checkpoint_id: str | os.PathLike[str] | None = None
+        self._step: int | None = None
         self._checkpoint: Checkpoint | None = None
         self._leaves: dict[str, tuple[Path, Any]] = {}  # DCP's name → path and leaf
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Which step to read; None: the newest. UsageError for an id that does not end with a step."""
+        self._step = None if checkpoint_id is None else step_of(checkpoint_id)
         self.checkpoint_id = checkpoint_id
         self._checkpoint = None
 
     def read_metadata(self) -> Metadata:
         """Reads log and indexes. DCP takes any exception from here for "no metadata", and puts its text into its own."""
-        which = None if self.checkpoint_id is None else step_of(self.checkpoint_id)
-        checkpoint = open_checkpoint(self._store, read_log(self._store).find(which))
-        self._leaves = {_dcp_name(path): (path, leaf) for path, leaf in _named(checkpoint.tree, ()) if path}
+        checkpoint = open_checkpoint(self._store, read_log(self._store).find(self._step))
+        self._leaves, paths = {}, {}
+        for path, theirs, leaf in _named(checkpoint.tree, (), ()):
+            name = _dcp_name(theirs)
+            if name in self._leaves:
+                raise UsageError(
+                    f"DCP has one name, {name!r}, for {to_fqn(self._leaves[name][0])} and {to_fqn(path)} of this "
+                    "checkpoint; restore it by objckpt.Checkpointer"
+                )
+            self._leaves[name], paths[name] = (path, leaf), theirs
         self._metadata = Metadata(
             state_dict_metadata={name: _describe(leaf, checkpoint) for name, (_, leaf) in self._leaves.items()},
-            planner_data={name: path for name, (path, _) in self._leaves.items()},
+            planner_data=paths,
             storage_data={},
             storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
         )
@@ -278,14 +320,13 @@ class ObjckptReader(StorageReader):
         assert self._checkpoint is not None and self._metadata is not None
         checkpoint = self._checkpoint
         filler = Filler(self._store, checkpoint)
+        made = NewTensors(checkpoint, torch.device("cpu"))  # of the values that hold tensors
+        found: list[tuple[ReadItem, Any]] = []
         taken: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:
             path, leaf = self._leaves[item.storage_index.fqn]
             if item.type == LoadItemType.BYTE_IO:
-                buffer = io.BytesIO()
-                torch.save(to_python(leaf, lambda path, leaf: None, pickle=self._pickle, path=path), buffer)
-                buffer.seek(0)
-                planner.load_bytes(item, buffer)
+                found.append((item, to_python(leaf, made.tensor_of, pickle=self._pickle, path=path)))
                 continue
             target = planner.resolve_tensor(item).detach()
             taken.append((item, target))
@@ -295,9 +336,16 @@ class ObjckptReader(StorageReader):
             else:
                 spot = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
                 target.copy_(lazy(self._store, checkpoint)[to_fqn(path)][spot])
+        for fqn, tensor in made.stored.items():
+            filler.add(checkpoint.tensors[fqn], tensor)
         filler.run()
         for item, target in taken:
             planner.commit_tensor(item, target)
+        for item, value in found:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            buffer.seek(0)
+            planner.load_bytes(item, buffer)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -320,6 +368,7 @@ class ObjckptReader(StorageReader):
 
 
 _ABOUT = "\0about"  # in place of a name: what a rank tells of itself
+_last_plans: tuple[str, list[SavePlan]] = ("", [])  # of the coordinator's last save, and its writer's session
 
 
 def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
@@ -353,11 +402,6 @@ class _Reader:
         return out
 
 
-def _itemsize(item: WriteItem) -> int:
-    assert item.tensor_data is not None
-    return item.tensor_data.properties.dtype.itemsize
-
-
 def _tensor_of(item: WriteItem, planner: SavePlanner, mappings: dict[str, Path]) -> tuple[torch.Tensor, LeafMeta]:
     about = item.tensor_data
     assert about is not None
@@ -376,23 +420,49 @@ def _tensor_of(item: WriteItem, planner: SavePlanner, mappings: dict[str, Path])
     return tensor, LeafMeta(path, dtype_name(tensor.dtype, fqn), tuple(about.size), offset, shape)
 
 
-def _value_of(item: WriteItem, planner: SavePlanner, pickle: bool) -> bytes:
+def _value_of(
+    item: WriteItem, planner: SavePlanner, mappings: dict[str, Path], pickle: bool
+) -> tuple[bytes, list[tuple[torch.Tensor, LeafMeta]]]:
+    """A value's packed form, and the tensors and arrays in it: DCP does not look into tuples and arrays."""
+    name = item.index.fqn
     if not hasattr(planner, "lookup_object"):
         raise UnsupportedTypeError(
-            f"{item.index.fqn}: the planner {type(planner).__qualname__} has no lookup_object(), and its torch.save() of "
+            f"{name}: the planner {type(planner).__qualname__} has no lookup_object(), and its torch.save() of "
             "values is a pickle; derive it from DefaultSavePlanner"
         )
-    flat = flatten({item.index.fqn: planner.lookup_object(item.index)}, pickle=pickle)
-    if flat.leaves:
-        raise UnsupportedTypeError(
-            f"{item.index.fqn}: DCP takes it for one value, and it holds tensors; use flatten_state_dict=True",
-            fqn=item.index.fqn,
-        )
-    return values.pack(flat.tree[item.index.fqn])
+    path = tuple(mappings.get(name, (name,)))
+    tree: Any = planner.lookup_object(item.index)
+    for key in reversed(path):
+        tree = {key: tree}
+    flat = flatten(tree, pickle=pickle)
+    tree, parts = flat.tree, []
+    for key in path:
+        tree = tree[key]
+    for leaf in flat.leaves:
+        if leaf.global_shape is not None:
+            raise UnsupportedTypeError(
+                f"{leaf.fqn}: DCP takes {name} for one value, and it holds a distributed tensor; put that into a dict or "
+                "list, and use flatten_state_dict=True",
+                fqn=leaf.fqn,
+            )
+        meta = LeafMeta(leaf.path, leaf.dtype, leaf.shape, (0,) * len(leaf.shape), leaf.shape)
+        parts.append((leaf.tensor.resolve_conj().resolve_neg(), meta))
+    return values.pack(tree), parts
+
+
+def _named_by(metadata: Metadata) -> set[MetadataIndex]:
+    """What a checkpoint must have to be what its metadata says."""
+    out = set()
+    for fqn, about in metadata.state_dict_metadata.items():
+        if isinstance(about, TensorStorageMetadata):
+            out |= {MetadataIndex(fqn, chunk.offsets) for chunk in about.chunks}
+        else:
+            out.add(MetadataIndex(fqn))
+    return out
 
 
 def _tree(metadata: Metadata, packed: dict[str, bytes | None]) -> dict[Any, Any]:
-    """The nested tree from DCP's flat names. Containers whose keys are all numbers from 0 on are lists, as DCP has it."""
+    """The nested tree from DCP's flat names. Containers whose keys are numbers are lists: DCP makes text of a mapping's."""
     paths: dict[str, Path] = metadata.planner_data or {}
     root = _Node()
     for fqn, about in metadata.state_dict_metadata.items():
@@ -419,30 +489,36 @@ def _with_lists(node: Any) -> Any:
     if type(node) is not _Node:
         return node
     made = {key: _with_lists(child) for key, child in node.items()}
-    numbers = [key for key in made if type(key) is int]
-    if made and sorted(numbers) == list(range(len(made))):
-        return [made[n] for n in range(len(made))]
+    if all(type(key) is int for key in made):
+        return [made.get(number, {}) for number in range(max(made) + 1)]  # DCP has no name for an empty mapping
     return made
 
 
-def _named(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """What DCP has names for, as its planner walks a state: mappings are entered, and lists that hold tensors or mappings;
-    any other list and every tuple is one value. One name too many, and it takes the checkpoint for one of torch 2.3.
+def _named(node: Any, path: Path, theirs: Path) -> Iterator[tuple[Path, Path, Any]]:
+    """Path, DCP's path and leaf of what DCP has names for, as its planner walks a state: mappings are entered, and lists that
+    hold tensors or mappings; any other list and every tuple is one value. One name too many, and it takes the checkpoint
+    for one of torch 2.3.
     """
     if isinstance(node, dict):
         for key, child in node.items():
-            yield from _named(child, (*path, key))
+            yield from _named(child, (*path, key), (*theirs, str(key)))
     elif type(node) is list and not _is_one_value(node):
         for number, child in enumerate(node):
-            yield from _named(child, (*path, number))
-    elif type(node) is TensorLeaf or not any(type(leaf) is TensorLeaf for _, leaf in leaves(node)):
-        yield path, node
+            yield from _named(child, (*path, number), (*theirs, number))
+    else:
+        yield path, theirs, node
 
 
 def _is_one_value(node: list[Any]) -> bool:
     return not any(
-        isinstance(child, (dict, TensorLeaf)) or (type(child) is list and not _is_one_value(child)) for child in node
+        isinstance(child, dict) or _is_tensor(child) or (type(child) is list and not _is_one_value(child))
+        for child in node
     )
+
+
+def _is_tensor(node: Any) -> bool:
+    """Arrays are none for DCP."""
+    return type(node) is TensorLeaf and not node.numpy
 
 
 def _dcp_name(path: Path) -> str:
@@ -451,7 +527,7 @@ def _dcp_name(path: Path) -> str:
 
 
 def _describe(leaf: Any, checkpoint: Checkpoint) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(leaf) is not TensorLeaf:
+    if not _is_tensor(leaf):
         return BytesStorageMetadata()
     dtype, shape = checkpoint.describe(leaf)
     if leaf.view is None:

@@ -18,7 +18,7 @@ from support.servers import GIVEN, WeedServer, lead_to
 from objckpt import Checkpointer, SaveOptions, StoreOptions
 from objckpt.errors import FormatError, IntegrityError, ObjckptError, SaveError, StoreError
 from objckpt.format import keys
-from objckpt.log import read_log
+from objckpt.log import Log, read_log
 from objckpt.store import open_store
 
 pytestmark = pytest.mark.skipif(GIVEN, reason="its own server: some cases kill it")
@@ -42,15 +42,15 @@ class Line:
 
     def __init__(self, server: WeedServer, proxy: Proxy, url: str, ckpt: Checkpointer) -> None:
         self.server, self.proxy, self.url, self.ckpt = server, proxy, url, ckpt
-        self.step = 0
+        self.step, self.log = 0, Log(url)
 
     def committed(self) -> list[int]:
         """The steps of the commit records, read past the proxy."""
         store = open_store(self.url, StoreOptions(endpoint_url=self.server.endpoint_url))
         with contextlib.closing(store):
-            log = read_log(store)
-            assert not log.damaged and not log.fenced
-            return [commit.step for commit in log.commits]
+            self.log = read_log(store, self.log)
+        assert not self.log.damaged and not self.log.fenced
+        return [commit.step for commit in self.log.commits]
 
     def save(self, rules: list[Rule], meanwhile: Callable[[], None] = lambda: None) -> ObjckptError | None:
         """A save under the rules, then a clean one. Returns how the first one failed, if it did."""
@@ -152,7 +152,7 @@ def test_every_answer_of_a_commit_record_is_lost(line):
     assert line.save([Rule("PUT", RECORD, times=3, answer_after=-1)]) is None
 
 
-@pytest.mark.parametrize(("after", "then"), [(0, "reset"), (5 * MiB, "reset"), (5 * MiB, "close")])
+@pytest.mark.parametrize(("after", "then"), [(0, "reset"), (MiB, "reset"), (MiB, "close")])
 def test_a_part_breaks_in_the_middle(line, after, then):
     before = len(line.proxy.requests)
     assert line.save([Rule("PUT", PART, times=3, request_after=after, then=then)]) is None

@@ -227,10 +227,11 @@ def test_an_interrupt_does_not_wait_for_the_store(number):
         env = os.environ | {"PYTHONPATH": str(ROOT), "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
         env["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{server.getsockname()[1]}"
         with subprocess.Popen([*CLI, "ls", "s3://bucket/x"], env=env, stderr=subprocess.PIPE, text=True) as process:
-            listing, _ = server.accept()
-            listing.recv(65536)
             head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(LISTING)}\r\nConnection: close\r\n\r\n"
-            listing.sendall((head + LISTING).encode())
+            for _ in ("bundles, of which it has none", "records"):
+                listing, _ = server.accept()
+                listing.recv(65536)
+                listing.sendall((head + LISTING).encode())
             record, _ = server.accept()
             assert record.recv(65536).startswith(b"GET /bucket/x/log/00000000000000000000.msgpack")
             start = time.monotonic()

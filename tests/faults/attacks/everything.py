@@ -47,7 +47,8 @@ def main(url: str, folder: Path) -> None:
     verbs = [
         ["ls"], ["ls", "--all", "--json"], ["show"], ["show", "--json"], ["verify"], ["verify", "--json"],
         ["restore", "--out", f"{folder}/a.pt"], ["restore", "--out", f"{folder}/a.safetensors"],
-        ["restore", "--out", f"{folder}/parts/", "--json"], ["tag", "best", "2"], ["doctor"], ["doctor", "--json"],
+        ["restore", "--out", f"{folder}/parts/", "--json"], ["tag", "best", "2"], ["doctor", "--quick"],
+        ["doctor", "--quick", "--json"],
         ["gc"], ["gc", "--json"], ["rm", "1", "--yes"],
     ]  # fmt: skip
     for verb, *rest in verbs:

@@ -31,7 +31,7 @@ from support.written import ATTEMPT, SESSION, new_store, write_ranks, write_shar
 from objckpt.cli.ls import describe
 from objckpt.cli.plain import plain, short
 from objckpt.errors import FormatError, IntegrityError, UsageError
-from objckpt.format import checksums, codecs, records, values, wire
+from objckpt.format import bundle, checksums, codecs, keys, records, values, wire
 from objckpt.format.fqn import to_fqn
 from objckpt.format.index import Index
 from objckpt.geometry import Box
@@ -209,6 +209,12 @@ def use_record(data: bytes) -> None:
             assert record.index_key(rank).startswith(f"data/{record.attempt}/rank-")
 
 
+def use_bundle(data: bytes) -> None:
+    """As if the attacker had named it, too."""
+    for seq, record in enumerate(bundle.decode(data, keys.BundleName(0, 31, checksums.digest_hex(data)))):
+        records.decode(record, seq)
+
+
 def use_value(data: bytes) -> None:
     value = values.unpack(data, "fuzz")
     short(value)
@@ -264,6 +270,9 @@ def run(seed: int, cases: int) -> dict[str, Any]:
     checkpoints = some_checkpoints()
     targets: list[tuple[str, bytes, bool, Callable[[bytes], None]]] = []
     targets += [("record", data, True, use_record) for data in some_records()]
+    made = bundle.encode(0, some_records()[1:2] * 32)
+    assert made is not None
+    targets.append(("bundle", made[1], True, use_bundle))
     targets += [("value", data, False, use_value) for data in [*some_values(), *wrapped]]
     targets += [("index", data, True, use_index) for _, _, data in checkpoints]
     targets += [
