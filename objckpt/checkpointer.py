@@ -271,6 +271,9 @@ class Checkpointer:
             StoreError: the store cannot be read. Never taken for "no checkpoint".
         """
 
+        self._check_usable()
+        self._flights.restoring()
+
         def once() -> int | None:
             commit = self._choose(step)
             if commit is None:

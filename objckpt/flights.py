@@ -63,7 +63,8 @@ class Flights:
         self._flying: dict[int, _Flight] = {}
         self._failed: list[SaveHandle] = []
         self._saves = 0
-        self._tries: dict[int, int] = {}  # step → how often it was tried here: the same on all ranks
+        self._tries: dict[int, int] = {}  # step → how often it was tried since the last restore: the same on all ranks
+        self._restores = 0  # also the same on all ranks
         self._met_predecessor = False
         self._parent: int | None = None  # seq of the checkpoint that the live state descends from
         self._rebase = True  # whether the agent has to be told the parent
@@ -149,9 +150,17 @@ class Flights:
         return handle
 
     def number(self, step: int) -> int:
-        """The number of the next attempt at a step. Counted before anything can fail, so that ranks agree on it."""
+        """The number of the next attempt at a step. Counted so that ranks agree on it, whatever failed on one of them.
+
+        After a restore no number from before it comes again: what one rank wrote then and another writes now must not meet.
+        """
         self._tries[step] = self._tries.get(step, 0) + 1
-        return self._tries[step]
+        return self._restores * 1000 + self._tries[step]
+
+    def restoring(self) -> None:
+        """All ranks begin a restore together."""
+        self._restores += 1
+        self._tries.clear()
 
     def owns(self, slabs: list[int]) -> bool:
         """Whether these slabs belong to a save in flight."""

@@ -197,11 +197,27 @@ class _Walk:
         before = len(self.out.fills), len(self.out.unexpected)
         if isinstance(own, Mapping) and isinstance(saved, dict):
             self._optimizer(own, saved, path)
+        if isinstance(target, torch.optim.Optimizer) and isinstance(saved, dict):
+            self._params(saved, path)
         if isinstance(target, torch.optim.Optimizer):
             load.reuse = {p: t for p, t, _ in self.out.fills[before[0] :]}
         else:
             del self.out.fills[before[0] :]
         del self.out.unexpected[before[1] :]  # what was saved counts
+
+    def _params(self, saved: dict[Any, Any], path: Path) -> None:
+        """torch drops the state of parameters that no group has, without a word: training would begin with fresh moments."""
+        groups, state = saved.get("param_groups"), saved.get("state")
+        if not isinstance(groups, list) or not isinstance(state, dict):
+            return
+        known = {p for group in groups if isinstance(group, dict) for p in group.get("params", ())}
+        lost = [repr(key) for key in state if key not in known]
+        if lost:
+            self._differs(
+                (*path, "state"),
+                f"the state of {', '.join(lost[:3])} belongs to no parameter of its groups; torch.distributed.checkpoint makes "
+                "text of the numbers: save get_optimizer_state_dict() with it, which has names",
+            )
 
     def _optimizer(self, own: Mapping[Any, Any], saved: dict[Any, Any], path: Path) -> None:
         """Only the tensors of the object's own state are compared; its values are the checkpoint's business."""

@@ -111,3 +111,16 @@ def test_every_difference_is_listed_and_nothing_is_touched() -> None:
     message = str(caught.value)
     assert all(f": {name}" in message for name in ("b: shape (4,)", "c: dtype int32", "x")) and "3 leaves" in message
     assert into["a"].tolist() == [0, 0] and into["n"] == 1
+
+
+def test_state_of_an_optimizer_that_belongs_to_no_parameter() -> None:
+    """As torch.distributed.checkpoint leaves it behind: numbers became text, and torch would drop the moments in silence."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert restored({"optim": saved}, {"optim": torch.optim.AdamW([parameter])})["optim"].state[parameter]
+    saved["state"] = {str(number): part for number, part in saved["state"].items()}
+    with pytest.raises(MismatchError, match="'0' belongs to no parameter"):
+        restored({"optim": saved}, {"optim": torch.optim.AdamW([parameter])})

@@ -1,0 +1,31 @@
+"""Attempt numbers: the same on all ranks whatever failed on one, and never one from before a restore."""
+
+from __future__ import annotations
+
+from support.memory_engine import memory_engine
+from support.memory_store import MemoryBucket, MemoryStore
+
+from objckpt import Checkpointer, SaveOptions
+from objckpt.log import read_log
+
+URL = "s3://bucket/run"
+
+
+def test_a_step_saved_again_after_a_restore_has_another_attempt() -> None:
+    bucket = MemoryBucket()
+    with memory_engine(bucket), Checkpointer(URL, options=SaveOptions(uploader="thread")) as ckpt:
+        ckpt.save(1, {"n": 1}).wait_committed(20)
+        ckpt.save(2, {"n": 2}).wait_committed(20)
+        ckpt.save(2, {"n": 3}, overwrite=True).wait_committed(20)
+        into = {"n": 0}
+        ckpt.restore(into, step=1)
+        ckpt.save(2, {"n": 4}).wait_committed(20)
+    attempts = [c.attempt.rpartition("-")[2] for c in read_log(MemoryStore(bucket, URL)).commits]
+    assert attempts == ["0001", "0001", "0002", "1001"]
+
+
+def test_numbers_count_tries_not_commits() -> None:
+    ckpt = Checkpointer(URL, options=SaveOptions(uploader="thread"))
+    assert [ckpt._flights.number(step) for step in (5, 6, 6, 5)] == [1, 1, 2, 2]
+    ckpt._flights.restoring()
+    assert ckpt._flights.number(6) == 1001
