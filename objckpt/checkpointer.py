@@ -168,15 +168,19 @@ class Checkpointer:
         """
         began_s = time.perf_counter()
         self._check_usable()
-        self._flights.raise_failure()
-        self._check_step(step, overwrite)
         number = self._flights.number(step)
-        flat = self._flatten(state, per_rank)
-        tree = self._tree(flat)
-        packed_meta = values.pack(dict(meta) if meta is not None else None)
-        plans, total = plan.lay_out([leaf.nbytes for leaf in flat.leaves])
-        stats = SaveStats(staged_bytes=total)
-        slabs = self._acquire(plan.slabs_for(total), stats)
+        try:
+            self._flights.raise_failure()
+            self._check_step(step, overwrite)
+            flat = self._flatten(state, per_rank)
+            tree = self._tree(flat)
+            packed_meta = values.pack(dict(meta) if meta is not None else None)
+            plans, total = plan.lay_out([leaf.nbytes for leaf in flat.leaves])
+            stats = SaveStats(staged_bytes=total)
+            slabs = self._acquire(plan.slabs_for(total), stats)
+        except Exception as err:
+            self._flights.give_up(step, number, f"save() raised {type(err).__name__}: {err}")
+            raise
         try:
             stage_s = time.perf_counter()
             self._stager.stage(flat.leaves, [(p.start, p.nbytes) for p in plans], self._arena.views(slabs))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from objckpt import limits
 from objckpt.agent.client import AgentClient, wait_for_predecessor
 from objckpt.agent.protocol import Message
 from objckpt.config import SaveOptions, StoreOptions
@@ -156,6 +157,17 @@ class Flights:
         """
         self._tries[step] = self._tries.get(step, 0) + 1
         return self._restores * 1000 + self._tries[step]
+
+    def give_up(self, step: int, number: int, reason: str) -> None:
+        """`save()` raises on this rank before anything was sent: tell the others, who would wait for their deadline."""
+        if self.world_size == 1 or type(step) is not int or not 0 <= step <= limits.MAX_STEP:
+            return
+        try:
+            self.start().send(
+                {"type": "give-up", "attempt": keys.attempt(step, self.session, number), "reason": reason}
+            )
+        except AgentError as err:
+            logger.warning("the other ranks could not be told that step %d fails here: %s", step, err)
 
     def restoring(self) -> None:
         """All ranks begin a restore together."""

@@ -179,7 +179,7 @@ def rank_main(rank: int, size: int, rendezvous: str, job: dict[str, Any], answer
         blocked_s, end = made.save(state)
         result["saves"].append({"blocked_s": blocked_s, "start": start, "end": end})
     if job["measure"] == "read":
-        for layout in ("columns", "rows"):
+        for layout in ("rows", "columns", "rows"):  # the first one makes connections; the later one of a name counts
             target = empty(parts, mesh, columns=layout == "columns")
             dist.barrier()
             before = sent_bytes(job["endpoint"])

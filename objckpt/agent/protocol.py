@@ -1,7 +1,7 @@
 """Messages between trainer and agent: a length, then one msgpack map; the arena's memfd rides along as SCM_RIGHTS.
 
-trainer → agent   hello, arena (+fd), save, bye
-agent → trainer   ready, progress, committed, failed
+trainer → agent   hello, arena (+fd), save, give-up, bye
+agent → trainer   ready, progress, committed, failed, warning
 """
 
 from __future__ import annotations

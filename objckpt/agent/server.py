@@ -166,6 +166,8 @@ class _Agent:
                     self.arena = ArenaReader(self.channel.fds.pop(0), message["slab_bytes"])
                 elif message["type"] == "save":
                     await self._save(uploads, message)
+                elif message["type"] == "give-up":
+                    await asyncio.to_thread(self._give_up, message)
             self._part_with_successors()
             await self.retention.finish()
 
@@ -187,6 +189,16 @@ class _Agent:
             self._tell({"type": "committed", "save": number, **done})
             if self.rank == 0:
                 self.retention.after_commit(self.writer.log, self.writer.epoch, self.resumed)
+
+    def _give_up(self, message: Message) -> None:
+        """The trainer's `save()` raised on this rank; the others are at work on the attempt."""
+        try:
+            if self.rank == 0:
+                self.writer.open()
+        except ObjckptError as err:
+            self._tell({"type": "warning", "text": f"the other ranks could not be told of a failure: {err}"})
+            return
+        gather.abandon(self.writer, message["attempt"], message["reason"], self.rank, self.world_size)
 
     async def _upload_and_commit(self, uploads: Uploads, message: Message, attempt: str) -> Message:
         assert self.arena is not None

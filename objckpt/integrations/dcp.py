@@ -6,6 +6,7 @@
 What DCP writes this way is an ordinary checkpoint: one commit in the same log, for the command line and for
 `Checkpointer.restore`; and the reader reads what `Checkpointer.save` wrote. Nothing is pickled: metadata and values are
 the format's own. `checkpoint_id` names the step: a number, or a path that ends with one ("outputs/step-100").
+As DCP has it, the keys of mappings become text, and an empty mapping that is not in a list is not stored.
 
 DCP's collectives decide how a save ends here, unlike in `Checkpointer`: a rank's failure reaches the others by them.
 """
@@ -503,8 +504,12 @@ def _named(node: Any, path: Path, theirs: Path) -> Iterator[tuple[Path, Path, An
         for key, child in node.items():
             yield from _named(child, (*path, key), (*theirs, str(key)))
     elif type(node) is list and not _is_one_value(node):
-        for number, child in enumerate(node):
-            yield from _named(child, (*path, number), (*theirs, number))
+        inside = [list(_named(child, (*path, n), (*theirs, n))) for n, child in enumerate(node)]
+        while inside and not inside[-1]:
+            inside.pop()
+        for number, found in enumerate(inside):
+            # What it has no name for it would not miss; but the planner of a load takes such a place for a value.
+            yield from found or [((*path, number), (*theirs, number), node[number])]
     else:
         yield path, theirs, node
 

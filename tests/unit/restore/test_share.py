@@ -1,0 +1,183 @@
+"""Reading once for all ranks: ranks are threads here, and any boxes of any sharding come out right."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.memory_store import MemoryStore
+from support.written import write_shards
+
+from objckpt.errors import ConnectError
+from objckpt.events import ignore
+from objckpt.format.values import TensorLeaf
+from objckpt.geometry import Box, whole
+from objckpt.restore import share
+from objckpt.restore.place import Filler
+from objckpt.restore.share import Sharing
+
+WAIT_S = 30.0
+
+
+class Job:
+    """What the ranks of a job have in common."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=WAIT_S)
+        self.values: list[Any] = [None] * size
+        self.mail: dict[tuple[int, int], torch.Tensor] = {}
+
+    def run(self, work: Callable[[Rank], Any]) -> list[Any]:
+        """`work` on every rank; results or exceptions."""
+        out: list[Any] = [None] * self.size
+
+        def one(rank: int) -> None:
+            try:
+                out[rank] = work(Rank(self, rank))
+            except Exception as err:
+                out[rank] = err
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+        return out
+
+
+class Rank:
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank, self.size = job, rank, job.size
+
+    def gather(self, value: Any) -> list[Any]:
+        self.job.values[self.rank] = value
+        self.job.barrier.wait()
+        out = list(self.job.values)
+        self.job.barrier.wait()
+        return out
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        error, result = None, None
+        try:
+            result = work()
+        except Exception as err:
+            error = err
+        failed = [e for e in self.gather(error) if e is not None]
+        if failed:
+            raise error or RuntimeError(f"a peer failed: {failed[0]}")
+        return result
+
+    def exchange(self, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor]) -> None:
+        for to, buffer in out.items():
+            self.job.mail[self.rank, to] = buffer
+        self.job.barrier.wait()
+        for source, buffer in into.items():
+            buffer.copy_(self.job.mail.pop((source, self.rank)))  # the sizes must be equal
+        self.job.barrier.wait()
+        assert not any(to == self.rank for _, to in self.job.mail), "sent and not expected"
+        self.job.barrier.wait()
+
+
+class Counting(MemoryStore):
+    """Counts the bytes that are got."""
+
+    got = 0
+
+    def get_into(self, key: str, start: int, buffers: Any, **options: Any) -> None:
+        Counting.got += sum(memoryview(b).nbytes for b in buffers)
+        super().get_into(key, start, buffers, **options)
+
+
+def restored(
+    array: np.ndarray[Any, Any], shards: list[Box], wanted: list[list[Box]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[list[torch.Tensor]], int]:
+    """The boxes that each rank wants, by sharing; and the bytes read from the store."""
+    store, checkpoint = write_shards({"w": (array, shards)}, ranks=3, chunk_bytes=64)
+    boxes: dict[int, Box] = {}
+    targets = []
+    for mine in wanted:
+        targets.append([torch.full(box.shape, -1, dtype=torch.int64) for box in mine])
+        boxes |= {id(target): box for target, box in zip(targets[-1], mine, strict=True)}
+    monkeypatch.setattr(share, "parts_of", lambda target, fqn: [(target, boxes[id(target)])])
+    Counting.got = 0
+
+    def work(rank: Rank) -> None:
+        mine = Counting(store.bucket, store.url, store.options)
+        sharing = Sharing(rank, mine, checkpoint)
+        rest = sharing.take([(target, TensorLeaf("w")) for target in targets[rank.rank]])
+        filler = Filler(mine, checkpoint, ignore)
+        for target, _ in rest:
+            filler.add_box(checkpoint.tensors["w"], target, boxes[id(target)])
+        filler.run()
+        sharing.run()
+
+    assert Job(len(wanted)).run(work) == [None] * len(wanted)
+    return targets, Counting.got
+
+
+def rows(n: int, columns: int, parts: int) -> list[Box]:
+    return [Box((i * n // parts, 0), ((i + 1) * n // parts - i * n // parts, columns)) for i in range(parts)]
+
+
+def columns(n: int, width: int, parts: int) -> list[Box]:
+    return [Box((0, box.offset[0]), (n, box.shape[0])) for box in rows(width, n, parts)]
+
+
+@pytest.mark.parametrize("unit_bytes", [1 << 20, 100, 8])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        [[box] for box in columns(12, 10, 4)],
+        [[whole((12, 10))]] * 4,
+        [[box] for box in rows(12, 10, 2)] * 2,
+        [[], [whole((12, 10))], [Box((3, 2), (5, 5))], [Box((0, 0), (1, 10)), Box((11, 0), (1, 10))]],
+        [[Box((2, 3), (4, 4)), Box((2, 3), (4, 4))], [whole((12, 10))]],
+    ],
+    ids=["columns", "replicas", "two and two", "unlike", "twice"],
+)
+def test_every_rank_gets_its_boxes(wanted: list[list[Box]], unit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(share, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(share, "ROUND_BYTES", 2 * unit_bytes)
+    array = np.arange(120).reshape(12, 10)
+    found, got = restored(array, rows(12, 10, 3), wanted, monkeypatch)
+    for boxes, tensors in zip(wanted, found, strict=True):
+        for box, tensor in zip(boxes, tensors, strict=True):
+            part = array[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+            np.testing.assert_array_equal(tensor.numpy(), part)
+    if unit_bytes == 1 << 20:
+        assert got == array.nbytes, "each byte once"
+
+
+def test_an_unchanged_layout_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rank, "exchange", lambda *_: pytest.fail("nothing has to be sent"))
+    array = np.arange(120).reshape(12, 10)
+    found, got = restored(array, rows(12, 10, 3), [[box] for box in rows(12, 10, 3)], monkeypatch)
+    assert np.array_equal(np.concatenate([t[0].numpy() for t in found]), array) and got == array.nbytes
+
+
+def test_a_reader_that_fails_fails_all_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(120).reshape(12, 10)
+    store, checkpoint = write_shards({"w": (array, rows(12, 10, 3))}, ranks=3, chunk_bytes=64)
+    monkeypatch.setattr(share, "parts_of", lambda target, fqn: [(target, whole((12, 10)))])
+
+    def work(rank: Rank) -> None:
+        mine = MemoryStore(store.bucket, store.url, store.options)
+        if rank.rank == 1:
+
+            def fail(*_: Any, **__: Any) -> None:
+                raise ConnectError("no route")
+
+            mine.get_into = fail  # type: ignore[method-assign]
+        sharing = Sharing(rank, mine, checkpoint)
+        assert sharing.take([(torch.zeros(12, 10, dtype=torch.int64), TensorLeaf("w"))]) == []
+        sharing.run()
+
+    found = Job(3).run(work)
+    assert isinstance(found[1], ConnectError)
+    assert all("a peer failed: no route" in str(err) for err in (found[0], found[2]))
