@@ -160,7 +160,8 @@ class Checkpointer:
             on_commit: called with `step` from a background thread once the checkpoint is committed.
 
         Raises:
-            SaveError: an earlier save has failed, and this was not reported yet. This save did not start; call again.
+            SaveError: an earlier save has failed, and this was not reported yet. This save did not start; call again. (In a
+                job of several ranks it has started: ranks learn of a failure at different times.)
             UnsupportedTypeError: a leaf cannot be stored. Nothing was copied or written.
             StepOrderError, UsageError: the step. Nothing was copied or written.
             ArenaFullError: the snapshot does not fit the host's memory or `arena_bytes`. Nothing was allocated.
@@ -170,7 +171,8 @@ class Checkpointer:
         self._check_usable()
         number = self._flights.number(step)
         try:
-            self._flights.raise_failure()
+            if self.group.size == 1:
+                self._flights.raise_failure()
             self._check_step(step, overwrite)
             flat = self._flatten(state, per_rank)
             tree = self._tree(flat)
@@ -193,6 +195,10 @@ class Checkpointer:
                 self._arena.release(slabs)
             raise
         stats.blocked_s = time.perf_counter() - began_s
+        if (
+            self.group.size > 1
+        ):  # only now: a rank that raised before, while others save, would cost this checkpoint too
+            self._flights.raise_failure()
         return handle
 
     def wait(self, timeout: float | None = None) -> None:
@@ -276,6 +282,8 @@ class Checkpointer:
         """
 
         self._check_usable()
+        self.group.check()
+        self._flights.wait(None)  # what they still commit belongs to the state that is replaced now
         self._flights.restoring()
 
         def once() -> int | None:
@@ -343,6 +351,7 @@ class Checkpointer:
 
     def _flatten(self, state: Mapping[Any, Any], per_rank: Mapping[Any, Any] | None) -> Flat:
         group, pickle = self.group, self.options.pickle
+        group.check()
         return flatten(state, pickle=pickle, per_rank=per_rank, rank=group.rank, world_size=group.size)
 
     def _tree(self, flat: Flat) -> bytes | None:
@@ -431,6 +440,7 @@ def _content(flat: Flat, tree: bytes | None, meta: bytes) -> Message:
         "replicated": [list(row) for row in flat.replicated],
         "global_bytes": flat.global_bytes,
         "tensors": flat.tensors,
+        "submesh": flat.submesh,
     }
 
 

@@ -34,6 +34,7 @@ class _Flight:
     slabs: list[int]
     attempt: str
     on_commit: Callable[[int], None] | None
+    agent: AgentClient
 
 
 class Flights:
@@ -69,6 +70,7 @@ class Flights:
         self._met_predecessor = False
         self._parent: int | None = None  # seq of the checkpoint that the live state descends from
         self._rebase = True  # whether the agent has to be told the parent
+        self._resumed: int | None = None  # seq of the checkpoint restored last; retention keeps it
 
     @property
     def steps(self) -> list[int]:
@@ -80,6 +82,7 @@ class Flights:
         """The live state is that of the checkpoint `parent` from now on: later saves descend from it."""
         with self._lock:
             self._parent, self.step, self._rebase = parent, step, True
+            self._resumed = parent
 
     def meet_predecessor(self) -> None:
         """Wait, once, for a lingering agent of a former run: see `wait_for_predecessor`."""
@@ -134,11 +137,11 @@ class Flights:
         handle = SaveHandle(step, stats)
         with self._lock:
             attempt = keys.attempt(step, self.session, attempt_number)
-            self._flying[number] = _Flight(handle, slabs, attempt, on_commit)
+            self._flying[number] = _Flight(handle, slabs, attempt, on_commit, agent)
             parent, rebase, self._rebase = self._parent, self._rebase, False
         head = {"type": "save", "save": number, "step": step, "attempt": attempt_number, "slabs": slabs}
         try:
-            agent.send(head | content | {"parent": parent, "rebase": rebase})
+            agent.send(head | content | {"parent": parent, "rebase": rebase, "resumed": self._resumed})
         except AgentError as err:
             with self._lock:
                 mine = self._flying.pop(number, None) is not None
@@ -194,8 +197,8 @@ class Flights:
 
     def raise_failure(self) -> None:
         """Raise the failures that nobody was told yet, as one exception with notes."""
-        failed = [h for h in self._failed if not h.reported]
-        self._failed.clear()
+        with self._lock:
+            failed, self._failed = [h for h in self._failed if not h.reported], []
         if not failed:
             return
         for handle in failed:
@@ -265,12 +268,13 @@ class Flights:
             except Exception:
                 logger.exception("on_commit of step %d raised", flight.handle.step)
 
-    def _on_agent_end(self, why: str) -> None:
-        """Whatever is in flight has failed, unless its commit record is there."""
-        self.agent = None
+    def _on_agent_end(self, agent: AgentClient, why: str) -> None:
+        """Whatever this agent had in flight has failed, unless its commit record is there."""
         with self._lock:
-            self._rebase = True
-            flights = dict(self._flying)
+            if self.agent is agent:  # else there is a new one already
+                self.agent = None
+                self._rebase = True
+            flights = {number: flight for number, flight in self._flying.items() if flight.agent is agent}
         if not flights:
             return
         committed = self._committed_attempts()

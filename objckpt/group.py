@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from objckpt.errors import PeerError
+from objckpt.errors import PeerError, UsageError
 
 T = TypeVar("T")
 
@@ -27,6 +27,15 @@ class Group:
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
+
+    def check(self) -> None:
+        """UsageError when the process group is another one than when this object was made."""
+        now = Group.of_this_process()
+        if now != self:
+            raise UsageError(
+                f"this Checkpointer was made as rank {self.rank} of {self.size}, and this process is rank {now.rank} of "
+                f"{now.size} now: make it after init_process_group(), and use it before the group is destroyed"
+            )
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on all ranks."""
@@ -72,11 +81,14 @@ class Group:
 
     def exchange(self, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor]) -> None:
         """Send a host buffer to each of some ranks, and fill one from each of some. All ranks must mean the same sizes."""
-        work = [dist.isend(buffer, rank) for rank, buffer in sorted(out.items())]
-        work += [dist.irecv(buffer, rank) for rank, buffer in sorted(into.items())]
-        for each in work:
-            if each is not None:
-                each.wait()
+        try:
+            work = [dist.isend(buffer, rank) for rank, buffer in sorted(out.items())]
+            work += [dist.irecv(buffer, rank) for rank, buffer in sorted(into.items())]
+            for each in work:
+                if each is not None:
+                    each.wait()
+        except RuntimeError as err:
+            raise PeerError(f"a rank is gone while tensors are passed on: {err}") from err
 
 
 def can_exchange() -> bool:

@@ -39,21 +39,25 @@ def restore_together(
     extended = {} if per_rank is None else {**into, PER_RANK: {group.rank: per_rank}}
     target = into if per_rank is None else extended
 
-    def match() -> Restoration:
-        for near in (group.rank if group.size > 1 else None, None):
-            checkpoint = open_checkpoint(store, commit, near=near)
-            if group.rank not in checkpoint.tree.get(PER_RANK, {}):
-                extended.pop(PER_RANK, None)  # saved by fewer ranks
-            checkpoint = replace(checkpoint, tree=_own_part(checkpoint.tree, target, group.rank))
-            work = Restoration(
-                store, checkpoint, target, strict=strict, only=only, cast=cast,
-                pickle=pickle, progress=progress,
-            )  # fmt: skip
-            if per_rank is not None and PER_RANK not in target:
-                work.report.missing.append(to_fqn((PER_RANK, group.rank)))
-            if work.covered:
-                break
+    def build(near: int | None) -> Restoration:
+        checkpoint = open_checkpoint(store, commit, near=near)
+        if group.rank not in checkpoint.tree.get(PER_RANK, {}):
+            extended.pop(PER_RANK, None)  # saved by fewer ranks
+        checkpoint = replace(checkpoint, tree=_own_part(checkpoint.tree, target, group.rank))
+        work = Restoration(
+            store, checkpoint, target, strict=strict, only=only, cast=cast, pickle=pickle, progress=progress
+        )
+        if per_rank is not None and PER_RANK not in target:
+            work.report.missing.append(to_fqn((PER_RANK, group.rank)))
         return work
+
+    def match() -> Restoration:
+        if group.size > 1:
+            work = build(group.rank)
+            if work.covered:
+                return work
+            del work  # with the tensors that it made: the next one makes its own
+        return build(None)
 
     with unless_removed(store, commit):
         work = group.together(match)

@@ -30,7 +30,7 @@ class AgentClient:
         hello: Message,
         *,
         on_message: Callable[[Message], None],
-        on_end: Callable[[str], None],
+        on_end: Callable[[AgentClient, str], None],
     ) -> None:
         """Starts the agent and returns; importing takes it half a second more. AgentError when it cannot be started."""
         self._on_message, self._on_end = on_message, on_end
@@ -123,7 +123,7 @@ class AgentClient:
         if self._server is not None:
             self._server.join(5)
         self.ended = True
-        self._on_end(f"the uploader ended unexpectedly{self._last_words()}")
+        self._on_end(self, f"the uploader ended unexpectedly{self._last_words()}")
         self._channel.sock.close()
         if self._stderr >= 0:
             os.close(self._stderr)

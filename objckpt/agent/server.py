@@ -203,7 +203,8 @@ class _Agent:
     async def _upload_and_commit(self, uploads: Uploads, message: Message, attempt: str) -> Message:
         assert self.arena is not None
         if message["rebase"]:  # kept for the saves after this one, also when this one fails
-            self.parent = self.resumed = message["parent"]
+            self.parent = message["parent"]
+        self.resumed = message["resumed"]
         began_s, cpu_s = time.monotonic(), time.process_time()
         if self.rank == 0:
             await asyncio.to_thread(self.writer.open)
@@ -244,11 +245,13 @@ class _Agent:
         deadline_s = self.options.rank_deadline_s
         if self.rank:
             self.stage = "commit"
-            return gather.wait_for_outcome(self.writer, index.attempt, deadline_s)
+            return gather.wait_for_outcome(self.writer, index.attempt, deadline_s, rank=self.rank)
         if self.world_size == 1:
             ranks, packs = [named], sum(size for _, size in index.packs)
         else:
             ranks, packs = gather.wait_for_ranks(self.store, index, deadline_s)
+            if message["submesh"]:
+                gather.compare_shards(self.store, index, ranks)
         self.stage = "commit"
         sizes = Sizes(raw_bytes=message["global_bytes"], stored_bytes=packs, tensors=message["tensors"])
         meta = values.unpack(message["meta"], "metadata")

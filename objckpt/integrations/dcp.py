@@ -21,6 +21,7 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -129,7 +130,8 @@ class ObjckptWriter(StorageWriter):
             )
             for rank, plan in enumerate(plans)
         ]
-        return self._planned
+        with self._log_writer(len(plans)):  # opens the log: a collection knows then whose packs these are
+            return self._planned
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload what this rank has. Blocks; the future is done."""
@@ -218,16 +220,11 @@ class ObjckptWriter(StorageWriter):
             stored_bytes=sum(about["packs"] for about in abouts),
             tensors=len(stored) + sum(about["inner"][1] for about in abouts),
         )
-        store = open_store(self.url, self.store_options)
-        try:
-            writer = LogWriter(store, self.session, len(abouts), self.store_options.retry_deadline_s)
-            writer.open()
+        with self._log_writer(len(abouts)) as writer:
             live = writer.log.checkpoints
             commit = writer.commit(
                 held, [ranks[n] for n in range(len(abouts))], live[-1].seq if live else None, {"by": "dcp"}, sizes
             )
-        finally:
-            store.close()
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = dict.fromkeys(written, commit.attempt)
         self._step = self._held = None
@@ -238,6 +235,17 @@ class ObjckptWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.session)
+
+    @contextmanager
+    def _log_writer(self, world_size: int) -> Iterator[LogWriter]:
+        """This session's place in the log, opened."""
+        store = open_store(self.url, self.store_options)
+        try:
+            writer = LogWriter(store, self.session, world_size, self.store_options.retry_deadline_s)
+            writer.open()
+            yield writer
+        finally:
+            store.close()
 
     def _in_full(self, plans: list[SavePlan]) -> list[SavePlan]:
         """With `enable_plan_caching` a plan that is that of the save before comes without its items, and a rank would take

@@ -25,8 +25,9 @@ from objckpt.store import Store
 
 T = TypeVar("T")
 Fill = tuple[torch.Tensor, TensorLeaf]
+ROUND_BYTES = 256 * 1024 * 1024  # of all ranks together; a rank holds at most as much to send, and as much to place
 UNIT_BYTES = 64 * 1024 * 1024  # read by one rank at a time; cut at rows, so a chunk at each border is read twice
-ROUND_BYTES = 2 * UNIT_BYTES  # of one rank; it holds as much again in buffers
+_LEAST_UNIT_BYTES = 4 * 1024 * 1024
 _WORTH_IT = 1.05  # more bytes than this multiple of the tensor are wanted: then it is shared
 
 
@@ -82,7 +83,8 @@ class Sharing:
         self._wanted = [
             {fqn: [Box(*box) for box in boxes] for fqn, boxes in each.items()} for each in self.ranks.gather(mine)
         ]
-        shared = [fqn for fqn in sorted(set().union(*self._wanted)) if self._worth(self.checkpoint.tensors[fqn])]
+        names = sorted(set().union(*self._wanted)) if self.ranks.rank == 0 else []
+        shared = self.ranks.gather([fqn for fqn in names if self._worth(self.checkpoint.tensors[fqn])])[0]
         self._plan(shared)
         gone = set(shared)
         return [(target, leaf) for target, leaf in fills if leaf.view is not None or leaf.fqn not in gone]
@@ -95,31 +97,39 @@ class Sharing:
         """Fetch and pass on, round by round. A collective; blocks."""
         for units in self._rounds:
             own = [unit for unit in units if unit.reader == self.ranks.rank]
-            read = self.ranks.together(lambda own=own: self._read(own))  # type: ignore[misc]
-            self._pass_on(units, read)
+            out, into = self.ranks.together(lambda own=own, units=units: self._pack(units, self._read(own)))  # type: ignore[misc]
+            self.ranks.exchange({r: b for r, b in out.items() if r != self.ranks.rank}, into)
+            into |= {r: b for r, b in out.items() if r == self.ranks.rank}
+            del out
+            self.ranks.together(lambda into=into, units=units: self._place(units, into))  # type: ignore[misc]
 
     def _worth(self, stored: StoredTensor) -> bool:
-        wanted = 0
-        for rank in self._wanted:
-            for box in rank.get(stored.fqn, ()):
-                for shard, part in overlaps(stored, box):
-                    runs = box_runs(shard, part)
-                    # Between the first and the last byte: nearly all chunks there are fetched, unless runs are far apart.
-                    wanted += (
-                        shard.entry.nbytes if runs is None else int(runs.starts[-1] - runs.starts[0]) + runs.length
-                    )
-        return wanted > _WORTH_IT * stored.nbytes
+        boxes = [box for rank in self._wanted for box in rank.get(stored.fqn, ())]
+        most, wanted = _WORTH_IT * stored.nbytes, 0
+        if all(box.shape[1:] == stored.shape[1:] for box in [*boxes, *(s.entry.box for s in stored.shards)]):
+            return (
+                sum(box.elements for box in boxes) * stored.itemsize > most
+            )  # whole rows: a rank fetches what it wants
+        for box in boxes:
+            for shard, part in overlaps(stored, box):
+                runs = box_runs(shard, part)
+                # Between the first and the last byte: nearly all chunks there are fetched, unless runs are far apart.
+                wanted += shard.entry.nbytes if runs is None else int(runs.starts[-1] - runs.starts[0]) + runs.length
+            if wanted > most:
+                return True
+        return False
 
     def _plan(self, shared: Sequence[str]) -> None:
         """Give each piece to the reader that has least so far, and put each reader's pieces into rounds."""
         load = [0] * self.ranks.size
+        unit_bytes = max(_LEAST_UNIT_BYTES, min(UNIT_BYTES, ROUND_BYTES // self.ranks.size))
         for fqn in shared:
             stored = self.checkpoint.tensors[fqn]
             for shard in stored.shards:
-                for box in split(shard.entry.box, stored.itemsize, UNIT_BYTES) if shard.entry.box.elements else ():
+                for box in split(shard.entry.box, stored.itemsize, unit_bytes) if shard.entry.box.elements else ():
                     reader = load.index(min(load))
                     nbytes = box.elements * stored.itemsize
-                    number = load[reader] // ROUND_BYTES
+                    number = sum(load) // ROUND_BYTES
                     load[reader] += nbytes
                     while len(self._rounds) <= number:
                         self._rounds.append([])
@@ -135,10 +145,12 @@ class Sharing:
         filler.run()
         return out
 
-    def _pass_on(self, units: Sequence[_Unit], read: Sequence[torch.Tensor]) -> None:
+    def _pack(
+        self, units: Sequence[_Unit], read: Sequence[torch.Tensor]
+    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """One buffer for each rank that wants something of what this one has read, and one for each that it gets from."""
         me, mine = self.ranks.rank, iter(read)
         pieces: dict[int, list[torch.Tensor]] = {}
-        into: dict[int, torch.Tensor] = {}
         sizes: dict[int, int] = {}
         for unit in units:
             tensor = next(mine) if unit.reader == me else None
@@ -153,11 +165,10 @@ class Sharing:
                     else:
                         part = local_part(tensor, common.relative_to(unit.box))
                         pieces.setdefault(rank, []).append(as_bytes(part.contiguous()).reshape(-1))
-        out = {rank: torch.cat(parts) for rank, parts in pieces.items() if rank != me}
-        into = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in sizes.items()}
-        self.ranks.exchange(out, into)
-        if me in pieces:
-            into[me] = torch.cat(pieces[me])
+        out = {rank: torch.cat(parts) for rank, parts in pieces.items()}
+        return out, {rank: torch.empty(size, dtype=torch.uint8) for rank, size in sizes.items()}
+
+    def _place(self, units: Sequence[_Unit], into: dict[int, torch.Tensor]) -> None:
         at = dict.fromkeys(into, 0)
         for unit in units:
             stored = self.checkpoint.tensors[unit.fqn]

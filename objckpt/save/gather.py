@@ -6,13 +6,15 @@ wait. Whoever waits too long gives the attempt up in the log: then it can never 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from objckpt import log as commit_log
-from objckpt.errors import IntegrityError, ObjckptError, SaveError, WriterFencedError
+from objckpt.errors import IntegrityError, ObjckptError, SaveError, StoreError, WriterFencedError
 from objckpt.format import keys
 from objckpt.format.index import Index
 from objckpt.format.records import Commit
@@ -62,7 +64,29 @@ def wait_for_ranks(store: Store, index: Index, deadline_s: float) -> tuple[list[
     raise AssertionError("unreachable")
 
 
-def wait_for_outcome(writer: LogWriter, attempt: str, deadline_s: float) -> Commit:
+def compare_shards(store: Store, index: Index, ranks: list[tuple[str, int]]) -> None:
+    """For tensors on a part of the ranks: SaveError when two ranks have different bytes for one box of one name.
+
+    Reads every rank's index; only states with such tensors pay for it.
+    """
+    seen: dict[tuple[Any, ...], tuple[int, int]] = {}
+    for rank, (digest, size) in enumerate(ranks):
+        other = index
+        if rank:
+            key = keys.index(index.attempt, rank, digest, index.signature)
+            other = Index.decode(store.get(key, max_bytes=size), key)
+        for shard in other.shards:
+            box = (shard.fqn, shard.dtype, shard.global_shape, shard.offset, shard.shape)
+            first, known = seen.setdefault(box, (rank, shard.digest))
+            if known != shard.digest:
+                raise SaveError(
+                    f"{shard.fqn}: ranks {first} and {rank} have different tensors of this name and place, on different "
+                    "meshes; give the stages of a pipeline names of their own",
+                    ranks=[first, rank],
+                )
+
+
+def wait_for_outcome(writer: LogWriter, attempt: str, deadline_s: float, *, rank: int) -> Commit:
     """Block until rank 0 has committed the attempt; called on the other ranks.
 
     Raises:
@@ -71,7 +95,13 @@ def wait_for_outcome(writer: LogWriter, attempt: str, deadline_s: float) -> Comm
     """
     end = time.monotonic() + deadline_s
     for pause_s in _pauses():
-        writer.log = log = commit_log.read_log(writer.store, writer.log)
+        try:
+            writer.log = log = commit_log.read_log(writer.store, writer.log)
+        except StoreError as err:  # rank 0 may commit all the same: look again
+            if time.monotonic() > end:
+                raise SaveError(f"whether rank 0 has committed is not known: {err}") from err
+            time.sleep(pause_s)
+            continue
         found = next((c for c in log.commits if c.attempt == attempt), None)
         if found is not None:
             return found
@@ -82,7 +112,7 @@ def wait_for_outcome(writer: LogWriter, attempt: str, deadline_s: float) -> Comm
             writer.epoch = mine[-1]
             commit_log.fence(log, writer.epoch, writer.session)
         if time.monotonic() > end:
-            return _give_up(writer, attempt, _why_late(writer, attempt, deadline_s))
+            return _give_up(writer, attempt, _why_late(writer, attempt, deadline_s), rank)
         time.sleep(pause_s)
     raise AssertionError("unreachable")
 
@@ -100,10 +130,16 @@ def _why_late(writer: LogWriter, attempt: str, deadline_s: float) -> str:
     return f"rank 0 did not commit within {deadline_s:g} s"
 
 
-def _give_up(writer: LogWriter, attempt: str, reason: str) -> Commit:
-    """End the attempt in the log, unless it has committed just now."""
-    if not writer.epoch:
-        raise SaveError(f"{reason}, and never opened the log")
+def _give_up(writer: LogWriter, attempt: str, reason: str, rank: int) -> Commit:
+    """End the attempt in the log, unless it has committed just now.
+
+    Where the log does not keep writers apart a late record could undo a commit that rank 0 has told already; and before
+    rank 0 has opened the log there is no epoch to write with. Then rank 0 is asked to give up by an object that it lists.
+    """
+    if not writer.epoch or writer.log.loose:
+        with contextlib.suppress(ObjckptError):
+            writer.store.put(keys.failed(attempt, rank), reason.encode()[:100_000])
+        raise SaveError(reason)
     try:
         writer.retire([], [attempt], reason)
     except WriterFencedError:

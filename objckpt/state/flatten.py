@@ -79,6 +79,7 @@ class Flat:
     replicated: list[tuple[str, int]] = field(default_factory=list)
     global_bytes: int = 0  # of all tensors of the checkpoint, those of other ranks too
     tensors: int = 0
+    submesh: bool = False  # some DTensor is on a part of the ranks only: others may have another one of its name
 
 
 def flatten(
@@ -99,6 +100,10 @@ def flatten(
     """
     if not isinstance(state, Mapping):
         raise UsageError(f"the training state must be a mapping of names to parts, not {type(state).__name__}")
+    if PER_RANK in state:
+        raise UsageError(
+            f'the state has a part "{PER_RANK}", where the checkpoint keeps the argument of this name; rename it'
+        )
     walk = _Walk(pickle)
     tree = walk.visit(state, ())
     shared, aliases = _share(walk.leaves)
@@ -115,7 +120,8 @@ def flatten(
         tensors += len(mine) * world_size
     replicated = _replicated(tree, shared, walk.distributed) if world_size > 1 else []
     ordered = sorted(leaves, key=lambda leaf: -leaf.itemsize)
-    return Flat(tree, ordered, own, replicated, global_bytes, tensors)
+    submesh = any(layout.shards * layout.replicas < world_size for _, layout in walk.distributed)
+    return Flat(tree, ordered, own, replicated, global_bytes, tensors, submesh)
 
 
 def _to_write(
@@ -145,10 +151,6 @@ def _to_write(
 def _of_one_rank(
     state: Mapping[Any, Any], per_rank: Mapping[Any, Any], rank: int, pickle: bool
 ) -> tuple[Any, list[Leaf]]:
-    if PER_RANK in state:
-        raise UsageError(
-            f'the state has a part "{PER_RANK}", where the checkpoint keeps the argument of this name; rename it'
-        )
     if not isinstance(per_rank, Mapping):
         raise UsageError(f"per_rank must be a mapping of names to parts, not {type(per_rank).__name__}")
     walk = _Walk(pickle)
@@ -284,9 +286,19 @@ class _Walk:
         local = value.to_local().detach()
         _refuse_what_has_no_plain_bytes(local, fqn)
         name = dtype_name(value.dtype, fqn)
+        ends = [tuple(map(sum, zip(p.local.offset, p.local.shape, strict=True))) for p in layout.pieces]
+        held = tuple(map(max, zip(*ends, strict=True))) if value.ndim and ends else tuple(local.shape)
+        if tuple(local.shape) != held or (not ends and local.numel()):
+            raise UnsupportedTypeError(
+                f"{fqn}: the local tensor of this DTensor has the shape {tuple(local.shape)}, its placements "
+                f"{value.placements} give this rank {held}: was it made by from_local() without its global shape?",
+                fqn=fqn,
+            )
         leaf = Leaf(path, fqn, local, name, False, tuple(value.shape), (0,) * value.ndim)
         # Storages are told apart by themselves, not by address: empty shards have none, and all ranks must see the same ties.
-        window = (local.untyped_storage()._cdata, local.storage_offset(), local.stride(), name)
+        window = (
+            local.untyped_storage()._cdata, local.storage_offset(), local.stride(), name, local.is_conj(), local.is_neg()
+        )  # fmt: skip
         tied = self.tied.setdefault((*window, leaf.global_shape, value.placements, layout.group), fqn)
         if tied == fqn:
             self.distributed.append((leaf, layout))

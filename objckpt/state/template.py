@@ -211,7 +211,7 @@ class _Walk:
         if not isinstance(groups, list) or not isinstance(state, dict):
             return
         known = {p for group in groups if isinstance(group, dict) for p in group.get("params", ())}
-        lost = [repr(key) for key in state if key not in known]
+        lost = [repr(key) for key in state if type(key) is str and key.isdigit() and int(key) in known]
         if lost:
             self._differs(
                 (*path, "state"),

@@ -208,7 +208,7 @@ def failures(rank: int, size: int, url: str) -> dict[str, Any]:
     plugin.open_uploads = real
     out["after"] = saving(2)
     out["cut"] = saving(3, writer=Cuts(url))
-    out["type"] = saving(4, good | {"bad": object()})
+    out["type"] = saving(4, good | {"bad": object()}, writer=ObjckptWriter(url))  # the first one is replaced by Cuts
     out["alone"] = saving(5, use_collectives=False)
     dist.barrier()
     writer = ObjckptWriter(url)

@@ -91,3 +91,19 @@ def test_in_another_thread_it_is_refused(weed_url: str) -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(raised[0])
+
+
+def test_handlers_come_back_whatever_the_order_of_closing(weed_url: str) -> None:
+    calls: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append("former"))
+    try:
+        first = Checkpointer(weed_url, on_preempt=lambda: calls.append("first"))
+        second = Checkpointer(weed_url, on_preempt=lambda: calls.append("second"))
+        first.close()
+        thread = threading.Thread(target=second.close)
+        thread.start()
+        thread.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert calls == ["former"]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -270,9 +270,9 @@ def test_an_agent_that_dies_inside_save_gives_the_slabs_back_once(url, monkeypat
                 agent.join(LIMIT_S)
             send(*message)
 
-        def notice(why: str) -> None:
+        def notice(agent: Any, why: str) -> None:
             assert noticed == "before" or over.wait(LIMIT_S)
-            on_end(why)
+            on_end(agent, why)
 
         monkeypatch.setattr(agent._channel, "send", send_to_the_dead)
         monkeypatch.setattr(agent, "_on_end", notice)

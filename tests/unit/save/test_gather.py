@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -9,9 +10,9 @@ from dataclasses import replace
 import pytest
 from support.memory_store import MemoryBucket, MemoryStore
 
-from objckpt.errors import ConnectError, SaveError, WriterFencedError
+from objckpt.errors import ConnectError, SaveError, StoreError, WriterFencedError
 from objckpt.format import checksums, keys
-from objckpt.format.index import ChunkTable, Index
+from objckpt.format.index import ChunkTable, Index, ShardEntry
 from objckpt.log import read_log
 from objckpt.save import gather
 from objckpt.save.commit import LogWriter, Sizes, index_object
@@ -144,7 +145,7 @@ def test_other_ranks_see_the_commit() -> None:
     store = MemoryStore()
     first = writer(store)
     with ThreadPoolExecutor(2) as pool:
-        outcomes = [pool.submit(gather.wait_for_outcome, writer(store), ATTEMPT, LONG_S) for _ in range(2)]
+        outcomes = [pool.submit(gather.wait_for_outcome, writer(store), ATTEMPT, LONG_S, rank=1) for _ in range(2)]
         first.open({"conditional_put": True})
         record = commit(first, index(0))
         assert [outcome.result(20) for outcome in outcomes] == [record, record]
@@ -157,7 +158,7 @@ def test_other_ranks_learn_why_rank_0_gave_up() -> None:
     first.open({"conditional_put": True})
     gather.abandon(first, ATTEMPT, "rank 2 of 3 did not finish", 0, 3)
     with pytest.raises(SaveError, match=r"^the ranks gave the attempt up: rank 2 of 3 did not finish$"):
-        gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S)
+        gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S, rank=1)
 
 
 def test_an_attempt_given_up_by_a_rank_can_never_commit() -> None:
@@ -168,12 +169,12 @@ def test_an_attempt_given_up_by_a_rank_can_never_commit() -> None:
     upload(store, index(1))
     upload(store, index(2))
     with pytest.raises(SaveError, match=r"^rank 0 did not commit within 0.1 s$"):
-        gather.wait_for_outcome(writer(store), ATTEMPT, 0.1)
+        gather.wait_for_outcome(writer(store), ATTEMPT, 0.1, rank=1)
     assert read_log(store).aborted == {ATTEMPT}
     with pytest.raises(SaveError, match=r"was given up: rank 0 did not commit within 0.1 s"):
         commit(first, index(0))  # it does not know yet
     with pytest.raises(SaveError, match="gave the attempt up"):
-        gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S)  # and the third rank
+        gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S, rank=1)  # and the third rank
     assert read_log(store).checkpoints == []
     later = index(0)
     later.attempt = keys.attempt(7, SESSION, 2)
@@ -188,14 +189,14 @@ def test_other_ranks_name_the_rank_that_is_late_too() -> None:
     upload(store, index(0))
     upload(store, index(1))
     with pytest.raises(SaveError, match=r"^rank 2 of 3 did not finish within 0.1 s"):
-        gather.wait_for_outcome(writer(store), ATTEMPT, 0.1)
+        gather.wait_for_outcome(writer(store), ATTEMPT, 0.1, rank=1)
 
 
 def test_a_rank_0_that_never_came() -> None:
     store = MemoryStore()
     upload(store, index(1))
-    with pytest.raises(SaveError, match=r"^ranks 0, 2 of 3 did not finish within 0.1 s.*never opened the log"):
-        gather.wait_for_outcome(writer(store), ATTEMPT, 0.1)
+    with pytest.raises(SaveError, match=r"^ranks 0, 2 of 3 did not finish within 0.1 s"):
+        gather.wait_for_outcome(writer(store), ATTEMPT, 0.1, rank=1)
     assert store.list("log/") == []
 
 
@@ -232,7 +233,7 @@ def test_commit_and_deadline_at_the_same_moment_end_alike_for_all(wins: str) -> 
         threading.Thread(target=run, args=(n, w), name=n)
         for n, w in [
             ("commit", lambda: commit(first, index(0))),
-            ("abort", lambda: gather.wait_for_outcome(other, ATTEMPT, 0.0)),
+            ("abort", lambda: gather.wait_for_outcome(other, ATTEMPT, 0.0, rank=1)),
         ]
     ]
     for thread in threads:
@@ -247,10 +248,10 @@ def test_commit_and_deadline_at_the_same_moment_end_alike_for_all(wins: str) -> 
         assert live == [] and all(isinstance(result, SaveError) for result in results.values())
     # Who looks later finds the same.
     if wins == "commit":
-        assert gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S) == live[0]
+        assert gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S, rank=1) == live[0]
     else:
         with pytest.raises(SaveError, match="gave the attempt up"):
-            gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S)
+            gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S, rank=1)
 
 
 def test_a_commit_whose_attempt_is_given_up_later_stays_live() -> None:
@@ -259,9 +260,9 @@ def test_a_commit_whose_attempt_is_given_up_later_stays_live() -> None:
     first.open({"conditional_put": True})
     other.log, other.epoch = read_log(store), first.epoch
     record = commit(first, index(0))
-    assert gather._give_up(other, ATTEMPT, "too late") == record
+    assert gather._give_up(other, ATTEMPT, "too late", 1) == record
     assert read_log(store).checkpoints == [record]
-    assert gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S) == record
+    assert gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S, rank=1) == record
 
 
 def test_when_rank_0_is_fenced_the_others_are_too() -> None:
@@ -272,7 +273,7 @@ def test_when_rank_0_is_fenced_the_others_are_too() -> None:
     with pytest.raises(WriterFencedError):
         commit(first, index(0))
     with pytest.raises(WriterFencedError, match="was replaced by session"):
-        gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S)
+        gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S, rank=1)
 
 
 def test_a_commit_before_the_fence_counts() -> None:
@@ -281,7 +282,7 @@ def test_a_commit_before_the_fence_counts() -> None:
     first.open({"conditional_put": True})
     record = commit(first, index(0))
     writer(store, OTHER).open({"conditional_put": True})
-    assert gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S) == record
+    assert gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S, rank=1) == record
 
 
 def test_a_word_that_cannot_be_given_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,3 +297,51 @@ def test_one_rank_tells_nobody() -> None:
     store = MemoryStore()
     gather.abandon(writer(store), ATTEMPT, "why", 0, 1)
     assert store.list() == []
+
+
+def with_shard(rank: int, digest: int) -> Index:
+    """A rank's index with a box of "w" that other ranks list as well."""
+    made = index(rank)
+    made.shards = [ShardEntry(("w",), "float32", (4,), (0,), (4,), digest, 0, 1)]
+    made.chunks = ChunkTable.from_rows([(0, 0, 16, 16, 0, digest)])
+    return made
+
+
+def test_tensors_of_one_name_on_different_meshes_are_compared() -> None:
+    store = MemoryStore()
+    ranks = [upload(store, with_shard(rank, 5)) for rank in range(3)]
+    gather.compare_shards(store, with_shard(0, 5), ranks)
+    ranks[2] = upload(store, with_shard(2, 6))
+    with pytest.raises(SaveError, match=r"^w: ranks 0 and 2 have different tensors of this name"):
+        gather.compare_shards(store, with_shard(0, 5), ranks)
+
+
+def test_an_outage_of_the_store_is_no_failure_of_rank_0() -> None:
+    bucket = MemoryBucket()
+    store, first = MemoryStore(bucket), writer(MemoryStore(bucket))
+    first.open({"conditional_put": True})
+    commit(first, index(0))
+    failures = iter([True, True])
+
+    def hook(phase: str, operation: str, key: str) -> None:
+        if phase == "before" and operation == "list" and next(failures, False):
+            raise StoreError("the network is down")
+
+    bucket.hook = hook
+    assert gather.wait_for_outcome(writer(store), ATTEMPT, LONG_S, rank=1).attempt == ATTEMPT
+    bucket.hook = lambda phase, operation, key: hook("before", "list", "")
+    failures = itertools.repeat(True)
+    with pytest.raises(SaveError, match="whether rank 0 has committed is not known: the network is down"):
+        gather.wait_for_outcome(writer(store), ATTEMPT, 0.1, rank=1)
+
+
+def test_where_the_log_keeps_nobody_apart_a_late_rank_asks_rank_0() -> None:
+    """A late record could take the slot before that of a commit that was told already."""
+    bucket = MemoryBucket(conditional=False)
+    store, first = MemoryStore(bucket), writer(MemoryStore(bucket))
+    first.open({"conditional_put": False})
+    with pytest.raises(SaveError, match="rank 0 did not commit"):
+        gather.wait_for_outcome(writer(store), ATTEMPT, 0.1, rank=1)
+    assert ATTEMPT not in read_log(store).aborted
+    with pytest.raises(SaveError, match=r"^rank 1 could not save its part: rank 0 did not commit"):
+        gather.wait_for_ranks(store, index(0), LONG_S)

@@ -125,7 +125,11 @@ def test_e002_a_tied_distributed_tensor_is_one_leaf_on_every_rank():
     def state(mesh: Any, rank: int) -> Any:
         tied = distribute(torch.rand(3, 5), mesh, [Shard(0)])  # rank 3 has no row of it
         other = distribute(torch.rand(3, 5), mesh, [Shard(0)])
-        return {"embed": tied, "head": tied.detach(), "other": other}
+        # Not detach(): torch's cache of dispatched operations would give it the mesh of the first rank played here.
+        again = DTensor.from_local(
+            tied.to_local(), mesh, [Shard(0)], run_check=False, shape=tied.shape, stride=tied.stride()
+        )
+        return {"embed": tied, "head": again, "other": other}
 
     flats = on_all_ranks((4,), state)
     for flat in flats:
@@ -217,3 +221,25 @@ def test_a_job_without_dtensors_does_not_load_their_module():
     code = "import sys, torch; from objckpt.state.flatten import flatten; flatten({'w': torch.ones(1)})"
     code += "; sys.exit('torch.distributed.tensor' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_local_tensor_that_is_not_its_placements_is_refused():
+    with rank_of(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        odd = DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0)], run_check=False, shape=(8, 2), stride=(2, 1))
+        with pytest.raises(UnsupportedTypeError, match=r"w: the local tensor of this DTensor has the shape \(3, 2\)"):
+            flatten({"w": odd}, rank=1, world_size=2)
+
+
+def test_a_conjugate_view_is_not_tied_to_its_base():
+    with rank_of(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        base = distribute(torch.ones(4, dtype=torch.complex64) * 1j, mesh, [Shard(0)])
+        flat = flatten({"a": base, "b": base.conj()}, rank=0, world_size=2)
+        assert flat.tree == {"a": TensorLeaf("a"), "b": TensorLeaf("b")}
+        assert not flat.submesh and flatten({"a": base}, rank=0, world_size=4).submesh
+
+
+def test_the_name_of_what_belongs_to_ranks_is_taken():
+    with pytest.raises(UsageError, match="rename it"):
+        flatten({"per_rank": {0: 1}})
