@@ -75,6 +75,9 @@ class Checkpointer:
         Raises:
             UsageError: a URL or option is not acceptable, or `on_preempt` is given outside the main thread.
         """
+        for name, given, kind in (("store", store, StoreOptions), ("options", options, SaveOptions)):
+            if given is not None and not isinstance(given, kind):
+                raise UsageError(f"{name} must be {kind.__name__}, not {type(given).__name__}")
         self._store_options = store or StoreOptions()
         self.options = options or SaveOptions()
         self._store = open_store(url, self._store_options)
@@ -379,7 +382,7 @@ class Checkpointer:
         newest = max([*self._flights.steps, -1 if known is None else known])
         if step <= newest and not overwrite:
             raise StepOrderError(
-                f"step {step} comes not after step {newest}, which is already saved here; pass overwrite=True to save it "
+                f"step {step} does not come after step {newest}, which is already saved here; pass overwrite=True to save it "
                 "all the same (the older checkpoint is kept)",
                 step=step,
                 newest=newest,

@@ -12,19 +12,34 @@ from objckpt.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """How to reach the store. Credentials are not options: they come from the standard AWS chain, and are refreshed by it."""
+    """How to reach the store. Credentials are not options: they come from the standard AWS chain, and are refreshed by it.
 
-    endpoint_url: str | None = None  # None: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile, or AWS itself
-    region: str | None = None  # None: the AWS chain; "us-east-1" where the chain has none
-    profile: str | None = None  # a profile of the AWS configuration files
+    Attributes:
+        endpoint_url: http:// or https:// of the server. None: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile, or AWS itself.
+        region: None: that of the AWS chain; "us-east-1" where the chain has none.
+        profile: one of the AWS configuration files.
+        addressing: the bucket in the "path" or, "virtual", in the host name of requests.
+        ca_bundle: path of a PEM file with the authorities to trust. None: AWS_CA_BUNDLE or the system's.
+        sign_payload: True: SHA-256 of every body (0.6 CPU seconds per GB).
+        checksums: "auto": a CRC-64/NVME header on uploads, until the store refuses it; "off": none.
+        connections: parallel requests of one process.
+        connect_timeout_s: seconds until a connection is given up.
+        request_timeout_s: seconds of one request, its body included; of a ranged GET, without progress. An upload part of
+            64 MiB needs 0.6 MB/s for each connection: for slower links set `SaveOptions.part_bytes` lower.
+        retry_deadline_s: seconds of all tries of one operation together.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
     addressing: Literal["path", "virtual"] = "path"
-    ca_bundle: str | None = None  # path of a PEM file; None: AWS_CA_BUNDLE or the system's
-    sign_payload: bool = False  # True: SHA-256 of every body (0.6 CPU s/GB)
-    checksums: Literal["auto", "off"] = "auto"  # CRC-64/NVME header on uploads; auto stops when the store refuses it
-    connections: int = 8  # parallel requests of one process
+    ca_bundle: str | None = None
+    sign_payload: bool = False
+    checksums: Literal["auto", "off"] = "auto"
+    connections: int = 8
     connect_timeout_s: float = 10.0
-    request_timeout_s: float = 120.0  # one request, its body included; the commit gets it too
-    retry_deadline_s: float = 300.0  # all tries of one operation together
+    request_timeout_s: float = 120.0
+    retry_deadline_s: float = 300.0
 
     def __post_init__(self) -> None:
         if self.addressing not in ("path", "virtual"):
@@ -47,20 +62,36 @@ class StoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """How states are saved."""
+    """How states are saved, and what of the older checkpoints is kept.
+
+    Attributes:
+        compression: "zstd" takes CPU time of the uploader, and saves about a third of bf16 weights.
+        chunk_bytes: the unit of checksum, codec and fetch.
+        part_bytes: size of a multipart piece. None: 16 to 64 MiB, by the size of the state.
+        arena_bytes: limit of this rank's snapshot memory. None: one snapshot of the largest state, so that a save waits for the
+            upload of the one before; twice the state or more lets so many saves be in flight.
+        on_busy: what a save does while the snapshot memory is in use: "wait" for it, or "raise" BusyError.
+        uploader: a "process" of its own; a "thread" of the trainer where none can be started.
+        rank_deadline_s: seconds that a rank which is done waits for the others, and they for rank 0's commit.
+        linger_s: seconds that the uploader goes on after the trainer has died.
+        pickle: True: values outside the format's types are pickled, and unpickled by restore, which runs their code.
+        keep_last: None: nothing is ever deleted. N: after each commit only the last N checkpoints of the log stay, in the order of
+            their commits and whatever branch they are of; beside them tagged ones, that which this session resumed from, and those
+            of a foreign run under the same URL whose steps are higher. Their data is deleted in the background.
+        keep_every: beside `keep_last`: steps that this number divides stay too.
+    """
 
     compression: Literal["none", "zstd"] = "none"
-    chunk_bytes: int = limits.CHUNK_BYTES  # unit of checksum, codec and fetch
-    part_bytes: int | None = None  # size of a multipart piece; None: 16 to 64 MiB, by the size of the state
-    arena_bytes: int | None = None  # limit of the snapshot memory of this rank; None: one snapshot of the largest state
-    on_busy: Literal["wait", "raise"] = "wait"  # a save while the arena is full
+    chunk_bytes: int = limits.CHUNK_BYTES
+    part_bytes: int | None = None
+    arena_bytes: int | None = None
+    on_busy: Literal["wait", "raise"] = "wait"
     uploader: Literal["process", "thread"] = "process"
-    rank_deadline_s: float = 600.0  # how long a rank that is done waits for the others, and they for rank 0's commit
-    linger_s: float = 600.0  # how long the agent goes on uploading after the trainer died
-    pickle: bool = False  # True: values outside the format's types are pickled
-    # After each commit all older checkpoints under the URL go, but for tagged ones and the one resumed from. None: all stay.
-    keep_last: int | None = None  # so many stay, in the order of the log
-    keep_every: int | None = None  # beside them, the steps that it divides
+    rank_deadline_s: float = 600.0
+    linger_s: float = 600.0
+    pickle: bool = False
+    keep_last: int | None = None
+    keep_every: int | None = None
 
     def __post_init__(self) -> None:
         choices = {"compression": ("none", "zstd"), "on_busy": ("wait", "raise"), "uploader": ("process", "thread")}

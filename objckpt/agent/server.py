@@ -58,6 +58,7 @@ class _Agent:
         self.trainer_pid: int = hello["pid"]
         self.parent: int | None = None
         self.resumed: int | None = None  # the checkpoint that this session started from; retention keeps it
+        self.told_foreign = False
         self.stage = ""  # of the save at work: open, upload, commit
         self.door: socket.socket | None = None
         self.arena: ArenaReader | None = None
@@ -208,6 +209,7 @@ class _Agent:
         began_s, cpu_s = time.monotonic(), time.process_time()
         if self.rank == 0:
             await asyncio.to_thread(self.writer.open)
+            self._tell_what_was_not_restored()
         views, slab_bytes = self.arena.views(message["slabs"]), self.arena.slab_bytes
         snapshot = Snapshot(
             metas=[_leaf_meta(row) for row in message["leaves"]],
@@ -239,6 +241,18 @@ class _Agent:
             "commit_s": time.monotonic() - uploaded_s,
             "agent_cpu_s": time.process_time() - cpu_s,
         }
+
+    def _tell_what_was_not_restored(self) -> None:
+        """Once: a run that starts anew under a URL in use, most often because `restore` was forgotten."""
+        foreign = [c for c in self.writer.log.checkpoints if c.session != self.session]
+        if self.parent is None and foreign and not self.told_foreign:
+            newest = foreign[-1]
+            text = (
+                f"{self.url} has {len(foreign)} checkpoints of other runs, the newest of step {newest.step}, and none of them was "
+                "restored before this save: this run begins a new line. Was restore() forgotten?"
+            )
+            self._tell({"type": "warning", "text": text})
+        self.told_foreign = True
 
     def _commit(self, index: Index, named: tuple[str, int], message: Message) -> Commit:
         """The manifest of a checkpoint whose index this rank has written: appended by rank 0, waited for by the others."""

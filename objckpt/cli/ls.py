@@ -15,12 +15,12 @@ from objckpt.format.records import Commit
 if TYPE_CHECKING:
     from objckpt.log import Log
 
-_HEAD = ("STEP", "SEQ", "TIME (UTC)", "EPOCH", "RANKS", "SIZE", "TENSORS", "")
+_HEAD = ("STEP", "SEQ", "TIME (UTC)", "WRITER", "RANKS", "SIZE", "TENSORS", "")
 _FIELDS = (  # of an object in JSON; sizes in bytes
     "step", "seq", "time", "epoch", "session", "attempt", "host", "parent", "world_size", "raw_bytes", "stored_bytes",
     "tensors",
 )  # fmt: skip
-_RIGHT = ("STEP", "SEQ", "EPOCH", "RANKS", "SIZE", "TENSORS")
+_RIGHT = ("STEP", "SEQ", "WRITER", "RANKS", "SIZE", "TENSORS")
 
 All = Annotated[bool, typer.Option("--all", help="Also what was removed, and late commits of replaced writers.")]
 

@@ -40,8 +40,8 @@ def command(
 
     They vanish from the log first, in one step, then their data is deleted; what is still needed by others stays. A
     restore that is reading one of them ends with an error. The newest one, which a restarted training resumes from, and
-    tagged ones are refused without --force. Data that the store refuses to delete now is told, and left to
-    `objckpt gc`.
+    tagged ones are refused without --force, unless they are named by their only tag. Data that the store refuses to
+    delete now is told, and left to `objckpt gc`.
     """
     from objckpt import collect
     from objckpt.log import read_log

@@ -84,10 +84,15 @@ def check(found: Match, *, strict: bool, step: int) -> None:
     if strict:
         parts = [("not in the checkpoint", found.missing), ("not in the state given", found.unexpected), *parts]
     lines = [f"  {title}: {name}" for title, names in parts for name in names]
+    count = len(lines)
+    if strict and _without_wrapper(found.missing) == _without_wrapper(found.unexpected) and found.missing:
+        lines.append(
+            '  one of the two is wrapped (DistributedDataParallel adds "module."): pass what is inside, model.module'
+        )
     if lines:
         hint = "\nstrict=False restores what agrees" if strict and not found.wrong else ""
         raise MismatchError(
-            f"the checkpoint of step {step} and the state differ in {len(lines)} leaves; nothing was changed\n"
+            f"the checkpoint of step {step} and the state differ in {count} leaves; nothing was changed\n"
             + "\n".join(lines)
             + hint,
             step=step,
@@ -95,6 +100,10 @@ def check(found: Match, *, strict: bool, step: int) -> None:
             unexpected=found.unexpected,
             wrong=found.wrong,
         )
+
+
+def _without_wrapper(names: list[str]) -> list[str]:
+    return sorted(name.replace("/module.", "/").removeprefix("module.") for name in names)
 
 
 class _Walk:

@@ -45,7 +45,7 @@ def to_python(tree: Any, tensor_of: Callable[[Path, TensorLeaf], Any], *, pickle
         if not pickle:
             raise UsageError(
                 f"{to_fqn(path)}: this value is pickled, and to unpickle it runs code; if you trust the checkpoint, "
-                "pass pickle=True",
+                "pass pickle=True (SaveOptions(pickle=True) of a Checkpointer, --pickle on the command line)",
                 fqn=to_fqn(path),
             )
         return pickling.loads(tree.data)

@@ -132,7 +132,7 @@ def test_a_resumed_run_goes_on_in_the_same_line(s3_url):
     with Checkpointer(s3_url, options=THREAD) as ckpt:
         state = {"n": 0}
         assert ckpt.restore(state) == 3 and state == {"n": 3}
-        with pytest.raises(StepOrderError, match="step 3 comes not after step 3"):
+        with pytest.raises(StepOrderError, match="step 3 does not come after step 3"):
             ckpt.save(3, state)
         ckpt.save(4, state)
         ckpt.wait()
@@ -157,11 +157,11 @@ def test_steps_grow_unless_told_otherwise(s3_url):
             with pytest.raises(UsageError, match="step must be an int"):
                 ckpt.save(bad, {"n": 0})
         ckpt.save(0, {"n": 0})
-        with pytest.raises(StepOrderError, match="step 0 comes not after step 0") as caught:
+        with pytest.raises(StepOrderError, match="step 0 does not come after step 0") as caught:
             ckpt.save(0, {"n": 1})
         assert caught.value.context == {"step": 0, "newest": 0}
         ckpt.save(5, {"n": 5})
-        with pytest.raises(StepOrderError, match="step 4 comes not after step 5"):
+        with pytest.raises(StepOrderError, match="step 4 does not come after step 5"):
             ckpt.save(4, {"n": 4})
         ckpt.save(5, {"n": 55}, overwrite=True)
         ckpt.wait()
