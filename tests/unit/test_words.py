@@ -49,5 +49,5 @@ def test_a_wrapped_model_is_named_as_what_differs() -> None:
 
 @pytest.mark.parametrize("wrong", [{"options": StoreOptions()}, {"store": SaveOptions()}, {"store": {}}])
 def test_options_in_the_wrong_place(wrong: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="must be (Save|Store)Options, not"):
+    with pytest.raises(UsageError, match=r"must be (Save|Store)Options, not"):
         Checkpointer(URL, **wrong)  # type: ignore[arg-type]
