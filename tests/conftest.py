@@ -6,7 +6,8 @@ tests use that server instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from support.servers import GIVEN, GivenEndpoint, JuiceServer, Server, WeedServer, lead_to
@@ -53,3 +54,17 @@ def s3_url(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
 def weed_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A fresh `s3://bucket/prefix` on the default server; the environment leads there."""
     return lead_to(request.getfixturevalue("given_server" if GIVEN else "weed_server"), monkeypatch)
+
+
+@pytest.fixture
+def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Prints a line at the end of the whole run, whichever process the test runs in: what a sweep has covered."""
+    return lambda text: request.node.user_properties.append(("told", text))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, text in getattr(report, "user_properties", ()):
+                if name == "told" and report.when == "call":
+                    terminalreporter.write_line(text)

@@ -206,7 +206,7 @@ def play(seed: int, conditional: bool) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("conditional", [True, False])
-def test_in_any_order(conditional: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_any_order(conditional: bool, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> None:
     monkeypatch.setattr(objckpt.log.read, "ThreadPoolExecutor", InTurn)
     played = []
     for seed in range(ROUNDS):
@@ -215,6 +215,6 @@ def test_in_any_order(conditional: bool, monkeypatch: pytest.MonkeyPatch, capsys
         except BaseException as err:
             err.add_note(f"seed {seed}")
             raise
-    with capsys.disabled():
-        print(f"\ninterleaved: {len(played)} rounds, {sum(t for t, _ in played)} operations, "
+    tell(
+        f"interleaved: {len(played)} rounds, {sum(t for t, _ in played)} operations, "
               f"{sum(c for _, c in played)} commits, nothing missing after any of them")  # fmt: skip

@@ -140,7 +140,7 @@ def check(bucket: MemoryBucket, allowed: list[list[int]]) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("list_lag", [0, 5])
 @pytest.mark.parametrize("work", WORK)
-def test_sweep(history: MemoryBucket, work: str, list_lag: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep(history: MemoryBucket, work: str, list_lag: int, tell: Callable[[str], None]) -> None:
     do, allowed = WORK[work]
     at, stops, outcomes = 0, 0, {tuple(steps): 0 for steps in allowed}
     while True:
@@ -176,8 +176,7 @@ def test_sweep(history: MemoryBucket, work: str, list_lag: int, capsys: pytest.C
                 goes_on(bucket, allowed, saves=False)
         if not reached:
             break
-    with capsys.disabled():
-        print(f"\n{work}, lists lag by {list_lag}: {at - 1} operations, {stops} stops: {outcomes}")
+    tell(f"{work}, lists lag by {list_lag}: {at - 1} operations, {stops} stops: {outcomes}")
     assert at > 5
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -73,7 +73,7 @@ def assert_whole(bucket: MemoryBucket) -> list[int]:
     return [c.step for c in log.checkpoints]
 
 
-def test_crash_sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_crash_sweep(monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> None:
     outcomes: dict[str, int] = {}
     at = 0
     while True:
@@ -112,8 +112,7 @@ def test_crash_sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
                 ended = not dying.dead
         if ended:
             break
-    with capsys.disabled():
-        print(f"\ncrash sweep: {at - 1} operations, before and after each: {outcomes}")
+    tell(f"crash sweep: {at - 1} operations, before and after each: {outcomes}")
     assert at > 10
 
 
@@ -135,7 +134,7 @@ class Hanging:
             assert self.released.wait(60)
 
 
-def test_hang_sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hang_sweep(monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> None:
     """Operation i hangs, a new session takes over, and then the old one wakes up: the newest is that of the highest epoch."""
     outcomes: dict[str, int] = {}
     for at in itertools.count(1):
@@ -181,6 +180,5 @@ def test_hang_sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
             outcomes[outcome] = outcomes.get(outcome, 0) + 1
         if not reached:
             break
-    with capsys.disabled():
-        print(f"\nhang sweep: {at - 1} operations, before and after each: {outcomes}")
+    tell(f"hang sweep: {at - 1} operations, before and after each: {outcomes}")
     assert at > 10 and any("WriterFencedError" in outcome for outcome in outcomes)
