@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -226,7 +227,17 @@ def test_an_interrupt_does_not_wait_for_the_store(number):
         server.settimeout(30)
         env = os.environ | {"PYTHONPATH": str(ROOT), "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
         env["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{server.getsockname()[1]}"
-        with subprocess.Popen([*CLI, "ls", "s3://bucket/x"], env=env, stderr=subprocess.PIPE, text=True) as process:
+        with (
+            subprocess.Popen(
+                [*CLI, "ls", "s3://bucket/x"],
+                env=env,
+                stderr=subprocess.PIPE,
+                text=True,
+                preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509 – a background job ignores SIGINT
+            ) as process,
+            contextlib.ExitStack() as stack,
+        ):
+            stack.callback(process.kill)  # whatever fails: leaving the block waits for its end
             head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(LISTING)}\r\nConnection: close\r\n\r\n"
             for _ in ("bundles, of which it has none", "records"):
                 listing, _ = server.accept()
