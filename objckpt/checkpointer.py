@@ -286,7 +286,6 @@ class Checkpointer:
 
         self._check_usable()
         self.group.check()
-        self._flights.wait(None)  # what they still commit belongs to the state that is replaced now
         self._flights.restoring()
 
         def once() -> int | None:

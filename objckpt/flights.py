@@ -35,6 +35,7 @@ class _Flight:
     attempt: str
     on_commit: Callable[[int], None] | None
     agent: AgentClient
+    line: int  # how many restores came before it: what it commits later says nothing of the state after another one
 
 
 class Flights:
@@ -74,9 +75,9 @@ class Flights:
 
     @property
     def steps(self) -> list[int]:
-        """The steps in flight."""
+        """The steps in flight, of the state since the last restore."""
         with self._lock:
-            return [f.handle.step for f in self._flying.values()]
+            return [f.handle.step for f in self._flying.values() if f.line == self._restores]
 
     def rebase(self, parent: int, step: int) -> None:
         """The live state is that of the checkpoint `parent` from now on: later saves descend from it."""
@@ -137,7 +138,7 @@ class Flights:
         handle = SaveHandle(step, stats)
         with self._lock:
             attempt = keys.attempt(step, self.session, attempt_number)
-            self._flying[number] = _Flight(handle, slabs, attempt, on_commit, agent)
+            self._flying[number] = _Flight(handle, slabs, attempt, on_commit, agent, self._restores)
             parent, rebase, self._rebase = self._parent, self._rebase, False
         head = {"type": "save", "save": number, "step": step, "attempt": attempt_number, "slabs": slabs}
         try:
@@ -256,7 +257,7 @@ class Flights:
                 return  # send() has raised its failure, and the slabs are the caller's
             if error is not None:
                 self._failed.append(flight.handle)
-            elif not self._rebase:
+            elif not self._rebase and flight.line == self._restores:
                 self._parent, self.step = seq, flight.handle.step
         self._arena.release(flight.slabs)
         if error is not None:
@@ -282,7 +283,8 @@ class Flights:
             step, record = flight.handle.step, committed.get(flight.attempt)
             if record is not None:
                 with self._lock:
-                    self._parent, self.step = record.seq, step
+                    if flight.line == self._restores:
+                        self._parent, self.step = record.seq, step
                 self._settle(number, flight, seq=record.seq)
                 continue
             error = AgentError(

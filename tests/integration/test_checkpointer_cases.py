@@ -64,7 +64,7 @@ class Stub:
             self.release.wait(30)
         return self.fault(request) or self.bucket(request)
 
-    def open(self, url: str = URL, *, deadline_s: float = 1.0, **options: Any) -> Checkpointer:
+    def open(self, url: str = URL, *, deadline_s: float = 3.0, **options: Any) -> Checkpointer:
         store = StoreOptions(endpoint_url=self.server.url, retry_deadline_s=deadline_s, request_timeout_s=30)
         return Checkpointer(url, store=store, options=SaveOptions(**{"uploader": "thread"} | options))
 
@@ -506,6 +506,8 @@ def test_e109_copies_are_checkpoints(s3_server, s3_url):
         ckpt.save(1, {"w": torch.arange(5)})
     client, (bucket, prefix) = client_for(s3_server), s3_url.removeprefix("s3://").split("/")
     for item in reversed(client.list_objects_v2(Bucket=bucket, Prefix=prefix + "/")["Contents"]):
+        if "/probe/" in item["Key"]:
+            continue  # JuiceFS lists the folder of deleted objects
         body = client.get_object(Bucket=bucket, Key=item["Key"])["Body"].read()
         client.put_object(Bucket=bucket, Key="copy-" + item["Key"], Body=body)
     with Checkpointer(f"s3://{bucket}/copy-{prefix}") as ckpt:

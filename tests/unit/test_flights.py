@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from support.memory_engine import memory_engine
 from support.memory_store import MemoryBucket, MemoryStore
 
@@ -29,3 +31,19 @@ def test_numbers_count_tries_not_commits() -> None:
     assert [ckpt._flights.number(step) for step in (5, 6, 6, 5)] == [1, 1, 2, 2]
     ckpt._flights.restoring()
     assert ckpt._flights.number(6) == 1001
+
+
+def test_a_save_from_before_a_restore_does_not_move_the_line() -> None:
+    bucket = MemoryBucket()
+    with memory_engine(bucket), Checkpointer(URL, options=SaveOptions(uploader="thread")) as ckpt:
+        ckpt.save(50, {"n": 50}).wait_committed(20)
+        go = threading.Event()
+        bucket.hook = lambda phase, operation, key: operation == "put_pieces" and go.wait(20) and None
+        late = ckpt.save(200, {"n": 200})
+        threading.Timer(0.5, go.set).start()
+        assert ckpt.restore({"n": 0}, step=50) == 50
+        after = ckpt.save(60, {"n": 60})
+        late.wait_committed(20)
+        after.wait_committed(20)
+    commits = {c.step: c for c in read_log(MemoryStore(bucket, URL)).commits}
+    assert commits[60].parent == commits[50].seq
