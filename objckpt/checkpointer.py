@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from types import TracebackType
@@ -14,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import torch
 
-from objckpt import collect, limits, restore
+from objckpt import collect, exits, limits, restore
 from objckpt.agent.protocol import Message
 from objckpt.config import SaveOptions, StoreOptions
 from objckpt.errors import (
@@ -43,7 +40,6 @@ from objckpt.store import open_store
 
 logger = logging.getLogger("objckpt")
 T = TypeVar("T")
-_open: set[Checkpointer] = set()  # those with an uploader: kept until they are closed or the process ends
 
 
 class Checkpointer:
@@ -84,7 +80,7 @@ class Checkpointer:
         self.url = self._store.url
         self.group = Group.of_this_process()
         self.session: str = self.group.broadcast(collect.new_session())
-        self._pid = os.getpid()
+        self.pid = os.getpid()  # where it may be used
         self._stager = Stager()
         self._arena = Arena(
             limit_bytes=self.options.arena_bytes, on_segment=self._stager.pin, on_release=self._stager.unpin
@@ -135,7 +131,7 @@ class Checkpointer:
         self._check_usable()
         flat = self._flatten(state, per_rank)
         self._arena.reserve(plan.slabs_for(sum(leaf.nbytes for leaf in flat.leaves)))
-        _open.add(self)
+        exits.keep(self)
         self._flights.start()
 
     def save(
@@ -172,6 +168,8 @@ class Checkpointer:
         """
         began_s = time.perf_counter()
         self._check_usable()
+        if type(step) is not int or not 0 <= step <= limits.MAX_STEP:
+            raise UsageError(f"step must be an int in [0, {limits.MAX_STEP}], not {step!r}")
         number = self._flights.number(step)
         try:
             if self.group.size == 1:
@@ -190,7 +188,7 @@ class Checkpointer:
             stage_s = time.perf_counter()
             self._stager.stage(flat.leaves, [(p.start, p.nbytes) for p in plans], self._arena.views(slabs))
             stats.stage_s = time.perf_counter() - stage_s
-            _open.add(self)
+            exits.keep(self)
             content = _content(flat, tree, packed_meta)
             handle = self._flights.send(step, number, slabs, content, stats, on_commit)
         except BaseException:
@@ -222,7 +220,7 @@ class Checkpointer:
         self._check_process()
         self._flights.wait(timeout)
         self._closed = True
-        _open.discard(self)
+        exits.forget(self)
         if self._preemption is not None:
             self._preemption.stop()
         self._flights.close()
@@ -362,8 +360,17 @@ class Checkpointer:
             return None if flat.own is None else values.pack(flat.own)
         return values.pack(flat.tree if flat.own is None else {**flat.tree, **flat.own})
 
+    def settle_threads(self) -> None:
+        """See `exits.Open`."""
+        if self.options.uploader == "thread":
+            self._flights.wait(None)
+
+    def abandon(self) -> None:
+        """See `exits.Open`."""
+        self._flights.abandon()
+
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise ForkError(
                 "this Checkpointer was made before os.fork(); its uploader belongs to the parent process: "
                 "make a new Checkpointer in the child"
@@ -375,8 +382,6 @@ class Checkpointer:
             raise UsageError("this Checkpointer is closed: make a new one")
 
     def _check_step(self, step: int, overwrite: bool) -> None:
-        if type(step) is not int or not 0 <= step <= limits.MAX_STEP:
-            raise UsageError(f"step must be an int in [0, {limits.MAX_STEP}], not {step!r}")
         known = self._flights.step
         newest = max([*self._flights.steps, -1 if known is None else known])
         if step <= newest and not overwrite:
@@ -444,38 +449,3 @@ def _content(flat: Flat, tree: bytes | None, meta: bytes) -> Message:
         "tensors": flat.tensors,
         "submesh": flat.submesh,
     }
-
-
-def _at_exit() -> None:
-    """The interpreter ends with open Checkpointers: settle their saves. A lost checkpoint ends the process with status 1."""
-    lost = False
-    for ckpt in list(_open):
-        if ckpt._pid != os.getpid():
-            continue
-        try:
-            ckpt.close()
-        except ObjckptError as err:
-            lost = True
-            print(f"objckpt: {err}", file=sys.stderr)
-    if lost:  # an exception raised here would leave the exit status 0
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def _before_pools_end() -> None:
-    """The interpreter ends: executors refuse work from here on, and uploads in thread mode need them. Settle those now."""
-    for ckpt in list(_open):
-        if ckpt._pid == os.getpid() and ckpt.options.uploader == "thread":
-            ckpt._flights.wait(None)
-
-
-def _after_fork() -> None:
-    for ckpt in list(_open):
-        ckpt._flights.abandon()
-
-
-atexit.register(_at_exit)
-threading._register_atexit(_before_pools_end)  # type: ignore[attr-defined]  # runs before that of concurrent.futures
-os.register_at_fork(after_in_child=_after_fork)

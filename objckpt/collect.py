@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from objckpt import limits
 from objckpt.errors import IntegrityError, NotCommittedError, StoreError, UsageError
@@ -103,7 +104,7 @@ def retire(
     `choose` is asked again with a newer log when somebody else was faster; it may raise to refuse. Raises as `append`
     does; WriterFencedError for a replaced writer.
     """
-    write_id, time_s, host = os.urandom(WRITE_ID_BYTES), time.time(), socket.gethostname()
+    stamp = _stamp(author)
     made: dict[int, Retire] = {}
 
     def make(seq: int, log: Log) -> Retire:
@@ -116,14 +117,11 @@ def retire(
             raise _NothingToDo(log)
         made[seq] = Retire(
             seq=seq,
-            write_id=write_id,
             epoch=author.epoch or max(1, log.epoch),
-            session=author.session,
-            time_s=time_s,
-            host=host,
             seqs=list(seqs),
             attempts=list(attempts),
             reason=reason,
+            **stamp,
         )
         return made[seq]
 
@@ -141,7 +139,7 @@ def tag(store: Store, log: Log, name: str, target: int | None, *, author: Author
     """
     if not is_tag(name):
         raise UsageError(f"not a tag: {name!r} (a letter, then at most 63 letters, digits, '.', '_' and '-')")
-    write_id, time_s, host = os.urandom(WRITE_ID_BYTES), time.time(), socket.gethostname()
+    stamp = _stamp(author)
 
     def make(seq: int, log: Log) -> Tag:
         if target is None and name not in log.tags:
@@ -150,18 +148,15 @@ def tag(store: Store, log: Log, name: str, target: int | None, *, author: Author
             raise NotCommittedError(
                 f"the checkpoint of seq {target} is not there any more under {log.url}", url=log.url
             )
-        return Tag(
-            seq=seq,
-            write_id=write_id,
-            epoch=author.epoch or max(1, log.epoch),
-            session=author.session,
-            time_s=time_s,
-            host=host,
-            name=name,
-            target=target,
-        )
+        return Tag(seq=seq, epoch=author.epoch or max(1, log.epoch), name=name, target=target, **stamp)
 
     return append(store, log, make, deadline_s=deadline_s)
+
+
+def _stamp(author: Author) -> dict[str, Any]:
+    """What a record has that does not depend on its slot."""
+    write_id = os.urandom(WRITE_ID_BYTES)
+    return {"write_id": write_id, "session": author.session, "time_s": time.time(), "host": socket.gethostname()}
 
 
 def new_session() -> str:

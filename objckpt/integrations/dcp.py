@@ -27,12 +27,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -54,15 +51,15 @@ from objckpt.errors import SaveError, UnsupportedTypeError, UsageError
 from objckpt.format import keys, values
 from objckpt.format.fqn import to_fqn
 from objckpt.format.index import Index
-from objckpt.format.values import TensorLeaf
 from objckpt.geometry import Box
+from objckpt.integrations.dcp_names import dcp_name, describe, named, named_by, tree_of
 from objckpt.log import read_log
 from objckpt.restore.lazy import lazy
 from objckpt.restore.open import Checkpoint, open_checkpoint
 from objckpt.restore.place import Filler, NewTensors
 from objckpt.save.commit import LeafMeta, LogWriter, Sizes
 from objckpt.save.journey import Journey, Snapshot, upload_index
-from objckpt.state.dtypes import as_bytes, dtype_name, dtype_of
+from objckpt.state.dtypes import as_bytes, dtype_name
 from objckpt.state.flatten import flatten
 from objckpt.state.unflatten import to_python
 from objckpt.store import Uploads, open_store, open_uploads
@@ -197,7 +194,7 @@ class ObjckptWriter(StorageWriter):
         assert self._held is not None and self._step is not None
         abouts = [r.storage_data for rank in results for r in rank if r.index.fqn == _ABOUT]
         written = {r.index: r for rank in results for r in rank if r.index.fqn != _ABOUT}
-        planned = {item.index for plan in self._planned for item in plan.items} | _named_by(metadata)
+        planned = {item.index for plan in self._planned for item in plan.items} | named_by(metadata)
         if planned - written.keys() or len(abouts) != len(self._planned):
             lost = sorted(index.fqn for index in planned - written.keys())
             raise SaveError(
@@ -205,7 +202,7 @@ class ObjckptWriter(StorageWriter):
                 f"{', '.join(lost[:5])}, by {len(self._planned)} ranks of which {len(abouts)} answered"
             )
         packed = {index.fqn: r.storage_data["value"] for index, r in written.items()}
-        tree = _tree(metadata, packed)
+        tree = tree_of(metadata, packed)
         self._held.tree = values.pack(tree)
         held = self._held
 
@@ -298,8 +295,8 @@ class ObjckptReader(StorageReader):
         """Reads log and indexes. DCP takes any exception from here for "no metadata", and puts its text into its own."""
         checkpoint = open_checkpoint(self._store, read_log(self._store).find(self._step))
         self._leaves, paths = {}, {}
-        for path, theirs, leaf in _named(checkpoint.tree, (), ()):
-            name = _dcp_name(theirs)
+        for path, theirs, leaf in named(checkpoint.tree, (), ()):
+            name = dcp_name(theirs)
             if name in self._leaves:
                 raise UsageError(
                     f"DCP has one name, {name!r}, for {to_fqn(self._leaves[name][0])} and {to_fqn(path)} of this "
@@ -307,7 +304,7 @@ class ObjckptReader(StorageReader):
                 )
             self._leaves[name], paths[name] = (path, leaf), theirs
         self._metadata = Metadata(
-            state_dict_metadata={name: _describe(leaf, checkpoint) for name, (_, leaf) in self._leaves.items()},
+            state_dict_metadata={name: describe(leaf, checkpoint) for name, (_, leaf) in self._leaves.items()},
             planner_data=paths,
             storage_data={},
             storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
@@ -457,98 +454,3 @@ def _value_of(
         meta = LeafMeta(leaf.path, leaf.dtype, leaf.shape, (0,) * len(leaf.shape), leaf.shape)
         parts.append((leaf.tensor.resolve_conj().resolve_neg(), meta))
     return values.pack(tree), parts
-
-
-def _named_by(metadata: Metadata) -> set[MetadataIndex]:
-    """What a checkpoint must have to be what its metadata says."""
-    out = set()
-    for fqn, about in metadata.state_dict_metadata.items():
-        if isinstance(about, TensorStorageMetadata):
-            out |= {MetadataIndex(fqn, chunk.offsets) for chunk in about.chunks}
-        else:
-            out.add(MetadataIndex(fqn))
-    return out
-
-
-def _tree(metadata: Metadata, packed: dict[str, bytes | None]) -> dict[Any, Any]:
-    """The nested tree from DCP's flat names. Containers whose keys are numbers are lists: DCP makes text of a mapping's."""
-    paths: dict[str, Path] = metadata.planner_data or {}
-    root = _Node()
-    for fqn, about in metadata.state_dict_metadata.items():
-        path = tuple(paths.get(fqn, (fqn,)))
-        value = packed.get(fqn)
-        if isinstance(about, TensorStorageMetadata):
-            leaf: Any = TensorLeaf(to_fqn(path))
-        elif value is not None:
-            leaf = values.unpack(value, fqn)
-        else:
-            raise SaveError(f"{fqn}: its value reached nobody")
-        node = root
-        for key in path[:-1]:
-            node = node.setdefault(key, _Node())
-        node[path[-1]] = leaf
-    return {key: _with_lists(child) for key, child in root.items()}
-
-
-class _Node(dict[Any, Any]):
-    """A container of the tree; a plain dict is a value."""
-
-
-def _with_lists(node: Any) -> Any:
-    if type(node) is not _Node:
-        return node
-    made = {key: _with_lists(child) for key, child in node.items()}
-    if all(type(key) is int for key in made):
-        return [made.get(number, {}) for number in range(max(made) + 1)]  # DCP has no name for an empty mapping
-    return made
-
-
-def _named(node: Any, path: Path, theirs: Path) -> Iterator[tuple[Path, Path, Any]]:
-    """Path, DCP's path and leaf of what DCP has names for, as its planner walks a state: mappings are entered, and lists that
-    hold tensors or mappings; any other list and every tuple is one value. One name too many, and it takes the checkpoint
-    for one of torch 2.3.
-    """
-    if isinstance(node, dict):
-        for key, child in node.items():
-            yield from _named(child, (*path, key), (*theirs, str(key)))
-    elif type(node) is list and not _is_one_value(node):
-        inside = [list(_named(child, (*path, n), (*theirs, n))) for n, child in enumerate(node)]
-        while inside and not inside[-1]:
-            inside.pop()
-        for number, found in enumerate(inside):
-            # What it has no name for it would not miss; but the planner of a load takes such a place for a value.
-            yield from found or [((*path, number), (*theirs, number), node[number])]
-    else:
-        yield path, theirs, node
-
-
-def _is_one_value(node: list[Any]) -> bool:
-    return not any(
-        isinstance(child, dict) or _is_tensor(child) or (type(child) is list and not _is_one_value(child))
-        for child in node
-    )
-
-
-def _is_tensor(node: Any) -> bool:
-    """Arrays are none for DCP."""
-    return type(node) is TensorLeaf and not node.numpy
-
-
-def _dcp_name(path: Path) -> str:
-    """The name that DCP's planner gives to a path."""
-    return ".".join(map(str, path))
-
-
-def _describe(leaf: Any, checkpoint: Checkpoint) -> TensorStorageMetadata | BytesStorageMetadata:
-    if not _is_tensor(leaf):
-        return BytesStorageMetadata()
-    dtype, shape = checkpoint.describe(leaf)
-    if leaf.view is None:
-        boxes = [shard.entry.box for shard in checkpoint.tensors[leaf.fqn].shards]
-    else:
-        boxes = [Box((0,) * len(shape), shape)]
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=dtype_of(dtype, leaf.fqn)),
-        size=torch.Size(shape),
-        chunks=[ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes],
-    )

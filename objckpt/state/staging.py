@@ -17,7 +17,7 @@ import torch
 
 from objckpt.limits import KiB, MiB
 from objckpt.state.dtypes import as_bits, as_bytes
-from objckpt.state.flatten import Leaf
+from objckpt.state.leaf import Leaf
 
 logger = logging.getLogger("objckpt")
 

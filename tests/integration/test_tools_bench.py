@@ -66,3 +66,22 @@ def test_benchmark_of_a_small_state(script, tmp_path):
     assert figures["results"]["objckpt"]["peak"] > 64 * MiB
     for word in ("raw sockets", "objckpt", "cores", "torch", "target"):
         assert word in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("script", "options", "figure"),
+    [
+        ("bench_cli.py", ["--checkpoints", "3", "--repeats", "1"], "ls"),
+        ("bench_log.py", ["--records", "300", "--live", "20", "--repeats", "1"], "read_log"),
+        ("bench_distributed.py", ["--gib", "0.0625", "--ranks", "2", "--repeats", "1"], "objckpt"),
+    ],
+)
+def test_benchmark_in_small(script, options, figure, tmp_path):
+    found = tmp_path / "figures.json"
+    command = [sys.executable, str(TOOLS / script), *options, "--json", str(found)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(found.read_text())["results"][figure]
+    assert "cores" in done.stdout and figure in done.stdout

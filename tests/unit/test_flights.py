@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from support.memory_engine import memory_engine
 from support.memory_store import MemoryBucket, MemoryStore
 
 from objckpt import Checkpointer, SaveOptions
+from objckpt.errors import UsageError
 from objckpt.log import read_log
 
 URL = "s3://bucket/run"
@@ -47,3 +49,11 @@ def test_a_save_from_before_a_restore_does_not_move_the_line() -> None:
         after.wait_committed(20)
     commits = {c.step: c for c in read_log(MemoryStore(bucket, URL)).commits}
     assert commits[60].parent == commits[50].seq
+
+
+@pytest.mark.parametrize("step", [[1], None, 1.0, True, -1, 10**12])
+def test_a_step_that_is_none_is_refused_before_it_counts(step: object) -> None:
+    ckpt = Checkpointer(URL, options=SaveOptions(uploader="thread"))
+    with pytest.raises(UsageError, match="step must be an int in"):
+        ckpt.save(step, {"n": 1})  # type: ignore[arg-type]
+    assert ckpt._flights._tries == {}
