@@ -18,7 +18,7 @@ from objckpt.format.values import TensorLeaf, ViewSpec
 from objckpt.geometry import Box, whole
 from objckpt.restore.fetch import fetch
 from objckpt.restore.open import Checkpoint, StoredShard, StoredTensor
-from objckpt.restore.plan import ChunkRead, Region, Runs, box_runs, chunks_for, coalesce, overlaps, split
+from objckpt.restore.plan import ChunkRead, Region, Runs, box_runs, chunks_for, coalesce, overlaps, request_bytes, split
 from objckpt.state.dtypes import as_bits, as_bytes, dtype_of
 from objckpt.state.shards import is_distributed, layout_of, local_part
 from objckpt.store import Store
@@ -160,7 +160,8 @@ class Filler:
                     target = _Target(aside, target.box)
                 chunks += self._chunks(stored, target)
         self.placer.begin({t.tensor.device for targets in self.targets.values() for t in targets})
-        fetch(self.store, coalesce(chunks), what=f"step {self.checkpoint.commit.step}", progress=self.progress)
+        requests = coalesce(chunks, max_request_bytes=request_bytes(chunks, self.store.options))
+        fetch(self.store, requests, what=f"step {self.checkpoint.commit.step}", progress=self.progress)
         for leaf, wanted in self.views:
             assert leaf.view is not None
             source = view_of(sources[leaf.fqn], leaf.view, leaf.fqn)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from objckpt.config import StoreOptions
 from objckpt.geometry import Box, run_starts
 from objckpt.restore.open import StoredShard, StoredTensor
 
@@ -231,6 +232,13 @@ def coalesce(
     if group:
         out.append(_request(group))
     return out
+
+
+def request_bytes(chunks: Sequence[ChunkRead], options: StoreOptions) -> int:
+    """How long the requests for these chunks should be. Chunks that pass through scratch memory keep them short."""
+    if any(c.codec != "raw" or any(u.runs is not None or u.region.scratch_bytes for u in c.uses) for c in chunks):
+        return MAX_REQUEST_BYTES
+    return options.piece_bytes(sum(c.stored for c in chunks))
 
 
 def merge(chunks: Sequence[ChunkRead]) -> list[ChunkRead]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from objckpt import limits
 from objckpt.config import SaveOptions, StoreOptions
 from objckpt.format import checksums
 from objckpt.format.index import Index
@@ -62,6 +63,8 @@ class Journey:
         """Upload the packs; returns the index, which is not uploaded yet. Raises the first failure, the packs' rest aborted."""
         options, connections = self.options, self.store.connections
         plans, total = plan.lay_out(snapshot.sizes)
+        # Compressed parts are copies in memory, and stay small.
+        part_bytes = self.store.piece_bytes(total) if options.compression == "none" else limits.PART_BYTES
         encoded = Encoded()
         parts = encode(
             plans,
@@ -69,7 +72,7 @@ class Journey:
             snapshot.read,
             compression=options.compression,
             chunk_bytes=options.chunk_bytes,
-            part_bytes=options.part_bytes or plan.part_bytes_for(total, connections, options.compression),
+            part_bytes=options.part_bytes or part_bytes,
             pool=self._pool,
             window=self._window,
             out=encoded,

@@ -39,18 +39,6 @@ def chunks_of(leaf: LeafPlan, chunk_bytes: int) -> Iterator[tuple[int, int]]:
         yield at, min(chunk_bytes, leaf.start + leaf.nbytes - at)
 
 
-def part_bytes_for(total_bytes: int, connections: int, compression: str) -> int:
-    """Size of the parts of a snapshot: large, since each request costs 2 ms of CPU, but at least four for each connection.
-
-    Measured with 2 GiB on two cores: parts of 16 MiB 2.1 GB/s and 0.57 CPU s/GB, of 64 MiB 2.7 GB/s and 0.45. Compressed
-    parts are copies in memory, and stay small.
-    """
-    part = limits.PART_BYTES
-    while compression == "none" and part < limits.SLAB_BYTES and total_bytes >= 2 * part * 4 * connections:
-        part *= 2
-    return part
-
-
 def pack_limit(part_bytes: int) -> int:
     """Bytes after which a new pack begins: no pack needs more than 10,000 parts, or outgrows an S3 object."""
     return min(part_bytes * limits.MAX_PARTS, limits.MAX_OBJECT_BYTES)

@@ -235,10 +235,3 @@ def test_a_failure_or_an_early_end_cancels_what_is_ahead() -> None:
     assert pool.waiting
     parts.close()  # type: ignore[attr-defined]
     assert all(future.cancelled() for future in pool.waiting)
-
-
-def test_part_size_by_the_size_of_the_state() -> None:
-    sizes = {gib: plan.part_bytes_for(gib << 30, 8, "none") >> 20 for gib in (0, 1, 2, 100)}
-    assert sizes == {0: 16, 1: 32, 2: 64, 100: 64}
-    assert plan.part_bytes_for(100 << 30, 8, "zstd") == 16 << 20  # these parts are copies: 8 of 64 MiB would be 512 MiB
-    assert plan.part_bytes_for(2 << 30, 64, "none") == 16 << 20  # every connection gets its share

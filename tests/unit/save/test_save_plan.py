@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from objckpt import limits
+from objckpt import StoreOptions, limits
 from objckpt.limits import GiB, MiB
-from objckpt.save.plan import LeafPlan, chunks_of, lay_out, pack_limit, part_bytes_for, slabs_for
+from objckpt.save.plan import LeafPlan, chunks_of, lay_out, pack_limit, slabs_for
 
 SIZES = [0, 1, 5 * MiB, 100 * GiB, 529_168_322_560, 50 * 1024 * GiB]
 
 
 @pytest.mark.parametrize("total_bytes", SIZES)
 @pytest.mark.parametrize("connections", [1, 8, 1024])
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_e079_e090_no_pack_needs_more_parts_than_allowed(total_bytes, connections, compression):
-    part = part_bytes_for(total_bytes, connections, compression)
+def test_e079_e090_no_pack_needs_more_parts_than_allowed(total_bytes, connections):
+    part = StoreOptions(connections=connections).piece_bytes(total_bytes)
     assert limits.MIN_PART_BYTES <= part <= limits.SLAB_BYTES <= limits.MAX_BODY_BYTES
     assert limits.SLAB_BYTES % part == 0
     pack = pack_limit(part)
