@@ -42,7 +42,7 @@ class Group:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        _collective(lambda: dist.broadcast_object_list(box, src=0))
         out: T = box[0]
         return out
 
@@ -76,19 +76,27 @@ class Group:
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value)
+        _collective(lambda: dist.all_gather_object(out, value))
         return out
 
     def exchange(self, out: dict[int, torch.Tensor], into: dict[int, torch.Tensor]) -> None:
         """Send a host buffer to each of some ranks, and fill one from each of some. All ranks must mean the same sizes."""
-        try:
-            work = [dist.isend(buffer, rank) for rank, buffer in sorted(out.items())]
-            work += [dist.irecv(buffer, rank) for rank, buffer in sorted(into.items())]
-            for each in work:
+
+        def work() -> None:
+            sent = [dist.isend(buffer, rank) for rank, buffer in sorted(out.items())]
+            for each in [*sent, *(dist.irecv(buffer, rank) for rank, buffer in sorted(into.items()))]:
                 if each is not None:
                     each.wait()
-        except RuntimeError as err:
-            raise PeerError(f"a rank is gone while tensors are passed on: {err}") from err
+
+        _collective(work)
+
+
+def _collective(work: Callable[[], None]) -> None:
+    """PeerError when the process group fails: a rank is gone, or did not answer within the group's timeout."""
+    try:
+        work()
+    except RuntimeError as err:
+        raise PeerError(f"a rank is gone or does not answer: {err}") from err
 
 
 def can_exchange() -> bool:

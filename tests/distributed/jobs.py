@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import subprocess
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +23,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from objckpt import Checkpointer, SaveOptions
+from objckpt.agent.protocol import agent_address
 from objckpt.errors import ConnectError, ObjckptError
+from objckpt.format import keys
 from objckpt.handle import SaveHandle
 
 STEPS = 2
@@ -301,6 +308,219 @@ def no_collectives(rank: int, size: int, url: str) -> Any:
             setattr(owner, name, value)
     ckpt.close()
     return found, calls
+
+
+# ---- ranks that die or are slow --------------------------------------------------------------------------------------
+
+SHARED = 1 << 15  # elements: more than what the first rank writes for all
+
+
+class Value:
+    """A part of the state with methods of its own, at which a rank may be made to die."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def filled(size: int, value: int) -> dict[str, Any]:
+    """Every number in it is `value`: of two checkpoints mixed neither is what it should be."""
+    mesh = init_device_mesh("cpu", (size,))
+    own = distribute_tensor(torch.full((12, 1 << 16), float(value)), mesh, [Shard(0)], src_data_rank=None)
+    return {"own": own, "shared": torch.full((SHARED,), float(value)), "last": Value(value)}
+
+
+def numbers(state: dict[str, Any]) -> set[float]:
+    """The different values in a state of `filled`. Not a collective: of what this rank holds."""
+    return {*state["own"].to_local().unique().tolist(), *state["shared"].unique().tolist(), float(state["last"].value)}
+
+
+def agent_pid(ckpt: Checkpointer) -> int:
+    agent = ckpt._flights.agent
+    assert agent is not None and agent.pid
+    return agent.pid
+
+
+def end_here(*args: Any, **kwargs: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_agent(ckpt: Checkpointer) -> None:
+    """This rank dies, its uploader first."""
+    os.kill(agent_pid(ckpt), signal.SIGKILL)
+    end_here()
+
+
+def until(condition: Callable[[], Any], limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def meet(rank: int, size: int, folder: str, name: str) -> None:
+    """Wait for all ranks. Unlike a barrier it lets a rank die at once afterwards: nobody still waits for its last message."""
+    (Path(folder) / f"{name}-{rank}").touch()
+    until(lambda: all((Path(folder) / f"{name}-{each}").exists() for each in range(size)))
+
+
+def start_agent(ckpt: Checkpointer, rank: int, state: dict[str, Any]) -> None:
+    """Until the uploader runs: starting it takes time that should not count against the deadline."""
+
+    def is_up() -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            return sock.connect_ex(agent_address(ckpt.url, rank)) == 0
+
+    ckpt.prepare(state)
+    until(is_up)
+
+
+def index_is_there(ckpt: Checkpointer, step: int, rank: int) -> bool:
+    """Whether the store lists the index of a rank for a step."""
+    names = [keys.parse_index(info.key) for info in ckpt._store.list("data/")]
+    return any(n is not None and n.rank == rank and n.attempt.startswith(f"s{step:012d}-") for n in names)
+
+
+def die_in_save(rank: int, size: int, url: str, victim: int, moment: str, folder: str) -> Any:
+    """Restore and save; then a rank dies in the next save, or already in the first one. The deadline is 2.5 s.
+
+    The others tell what they have restored, how the save in question ended, and after how long.
+    """
+    ckpt, dead = checkpointer(url, uploader="process", rank_deadline_s=2.5), Path(folder) / "dead"
+    state = filled(size, 0)
+    found = ckpt.restore(state)
+    restored, step = (found, numbers(state)), (found or 0) + 1
+    start_agent(ckpt, rank, state)
+    meet(rank, size, folder, "started")
+    if moment != "staging the first":
+        ckpt.save(step, filled(size, step)).wait_committed(60)
+        step += 1
+    state = filled(size, step)
+    meet(rank, size, folder, "saved")
+    if rank == victim and moment.startswith("staging"):
+        ckpt._stager.stage = lambda *args: end_with_agent(ckpt)
+    if rank == 1 and not moment.startswith("staging"):
+        until(dead.exists)  # the ranks that have saved wait for this one
+    began = time.monotonic()
+    handle = ckpt.save(step, state)
+    if rank == victim:
+        if moment == "index":
+            until(lambda: index_is_there(ckpt, step, rank))
+            os.kill(agent_pid(ckpt), signal.SIGKILL)
+        dead.touch()
+        end_here()
+    outcomes = outcome(handle), time.monotonic() - began
+    ckpt.close()
+    return restored, *outcomes
+
+
+def go_on(rank: int, size: int, url: str, step: int) -> Any:
+    """A new job: the step it has restored, what is in the state then, and the outcome of its save of `step`."""
+    ckpt, state = checkpointer(url), filled(size, 0)
+    found, there = ckpt.restore(state), numbers(state)
+    done = outcome(ckpt.save(step, filled(size, step)))
+    ckpt.close()
+    return found, there, done
+
+
+def save_filled(rank: int, size: int, url: str) -> None:
+    ckpt = checkpointer(url)
+    ckpt.save(1, filled(size, 1)).wait_committed(60)
+    ckpt.close()
+
+
+def die_in_restore(rank: int, size: int, url: str, victim: int, moment: str) -> Any:
+    """A rank dies, or stops answering, in a restore by all. Class and text of what the others raise, and after how long."""
+    ckpt, state = checkpointer(url), filled(size, 0)
+    pids: list[Any] = [None] * size
+    dist.all_gather_object(pids, os.getpid())
+    if rank == victim:
+        if moment == "fetch":
+            ckpt._store.get_into = end_here
+        elif moment == "exchange":
+            dist.isend = dist.irecv = end_here
+        elif moment == "hand over":
+            state["last"].load_state_dict = end_here
+        else:
+            ckpt._store.get_into = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGSTOP)
+    began, kind, text = time.monotonic(), "", ""
+    try:
+        ckpt.restore(state)
+    except Exception as err:
+        kind, text = type(err).__name__, str(err)
+    took = time.monotonic() - began
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pids[victim], signal.SIGKILL)  # if it has only stopped
+    ckpt.close()
+    return kind, text, took
+
+
+def pause(seconds: float, *pids: int) -> None:
+    """Stop processes at once and let them go on later. This one may be among them."""
+    listed = " ".join(map(str, pids))
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {listed}"])
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+
+
+def slow(rank: int, size: int, url: str, deadline_s: float, plan: list[tuple[int, str, float]]) -> Any:
+    """Step 1; then a save for each row of the plan: a rank, how it is slow, how long. Each save's outcome here and seconds."""
+    ckpt, out = checkpointer(url, uploader="process", rank_deadline_s=deadline_s), []
+    start_agent(ckpt, rank, filled(size, 1))
+    dist.barrier()
+    ckpt.save(1, filled(size, 1)).wait_committed(60)
+    for step, (who, how, seconds) in enumerate(plan, 2):
+        state = filled(size, step)
+        dist.barrier()
+        began = time.monotonic()
+        if rank == who and how == "in training":
+            time.sleep(seconds)
+        elif rank == who and how == "uploader":
+            pause(seconds, agent_pid(ckpt))
+        handle = ckpt.save(step, state)
+        if rank == who and how == "all of it":
+            pause(seconds, agent_pid(ckpt), os.getpid())
+        out.append((outcome(handle), time.monotonic() - began))
+    ckpt.close()
+    return out
+
+
+# ---- elastic restart -------------------------------------------------------------------------------------------------
+
+
+def train_on(rank: int, size: int, url: str, last: int, dies: bool, seed: int, folder: str) -> None:
+    """FSDP2 from the newest checkpoint to the step `last`, with a save each step; dead in the save of that one if it `dies`.
+
+    Rank 0 leaves what was restored, what was saved and the losses in the folder: a rank that dies returns nothing. The
+    uploader is a thread, so that it dies with its rank.
+    """
+
+    def note(name: str, value: Any) -> None:
+        if rank == 0:
+            torch.save(value, Path(folder) / name)
+
+    net, wrapped, optimizer = build("fsdp", size, seed)
+    ckpt = checkpointer(url)
+    state = {"model": net, "optim": optimizer, "step": 0}
+    ckpt.restore(state)
+    note(f"restored-{state['step']}", contents(net, optimizer))
+    for step in range(state["step"] + 1, last + 1):
+        note(f"loss-{step}", train(wrapped, optimizer, 1, step)[0])
+        state["step"] = step
+        if dies and step == last:
+            meet(rank, size, folder, f"last-of-{size}")
+            if rank == 1:  # without its part nothing can commit, whatever the others get done
+                ckpt._stager.stage = end_here
+            ckpt.save(step, state)
+            end_here()
+        ckpt.save(step, state).wait_committed(60)
+        note(f"saved-{step}", contents(net, optimizer))
+    ckpt.close()
 
 
 # ---- bytes read ------------------------------------------------------------------------------------------------------

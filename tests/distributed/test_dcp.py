@@ -16,10 +16,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.ranks import Ranks
 from support.roundtrip import bits
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import _async_process_executor as by_process
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 import objckpt.integrations.dcp as plugin
@@ -30,6 +33,8 @@ from objckpt.integrations.dcp import ObjckptReader, ObjckptWriter
 
 HERE = Path(__file__)
 SYNC, BY_THREAD, BY_PROCESS, BY_CHECKPOINTER = 10, 11, 12, 20
+FIRST, SECOND = 30, 31
+FSDP1 = {FIRST: False, SECOND: True}  # step → whether FSDP1 is given a mesh
 
 
 def jobs() -> ModuleType:
@@ -163,6 +168,60 @@ def test_by_process(ranks: Ranks, weed_url: str, monkeypatch: pytest.MonkeyPatch
         assert [(c.step, c.epoch) for c in ckpt.checkpoints()] == [(BY_PROCESS, 1), (BY_PROCESS + 1, 1)]
     contents, places = ranks.run(1, HERE, "load", weed_url, BY_PROCESS, ["dcp"])[0]["dcp"]
     assert differences(contents, saved) == [] and places == {BY_PROCESS}
+
+
+# ---- FSDP1 -----------------------------------------------------------------------------------------------------------
+
+
+def fsdp1(size: int, seed: int, mesh: bool) -> tuple[Any, torch.optim.Optimizer]:
+    """Without a mesh its state dict has ShardedTensors, with one DTensors."""
+    net, _, _ = jobs().build("plain", size, seed)
+    given = dist.init_device_mesh("cpu", (size,)) if mesh else None
+    wrapped = FullyShardedDataParallel(net, device_id=torch.device("cpu"), device_mesh=given, use_orig_params=True)
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.01, foreach=False)
+
+
+def whole(net: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of both by FQN, whatever they are sharded by. A collective."""
+    model, optim = get_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
+    entries = {f"{fqn}/{name}": value for fqn, each in optim["state"].items() for name, value in each.items()}
+    return {name: value.detach().clone() for name, value in (model | entries).items()}
+
+
+def save_fsdp1(rank: int, size: int, url: str) -> dict[int, dict[str, torch.Tensor]]:
+    out, writer = {}, ObjckptWriter(url)
+    for step, mesh in FSDP1.items():
+        net, optimizer = fsdp1(size, step, mesh)
+        jobs().train(net, optimizer, 2)
+        state = state_of(net, optimizer, step)
+        assert isinstance(state["model"]["up.weight"], DTensor if mesh else ShardedTensor)
+        dcp.save(state, checkpoint_id=str(step), storage_writer=writer)
+        out[step] = whole(net, optimizer)
+    return out
+
+
+def load_fsdp1(rank: int, size: int, url: str) -> dict[tuple[int, str], Any]:
+    """Both kinds into FSDP1 of the same kind, and into FSDP2."""
+    out: dict[tuple[int, str], Any] = {}
+    for step, mesh in FSDP1.items():
+        for way in ("fsdp1", "fsdp2"):
+            net, optimizer = fsdp1(size, 1, mesh) if way == "fsdp1" else jobs().build("fsdp", size, seed=1)[::2]
+            state = state_of(net, optimizer, 0)
+            dcp.load(state, checkpoint_id=str(step), storage_reader=ObjckptReader(url))
+            set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+            out[step, way] = whole(net, optimizer), state["place"]
+    return out
+
+
+def test_fsdp1_is_saved_and_loaded_into_itself_and_fsdp2(ranks: Ranks, weed_url: str) -> None:
+    saved = ranks.run(2, HERE, "save_fsdp1", weed_url)[0]
+    assert len(saved[FIRST]) == 9 + 8 * 3
+    for size in (2, 1):
+        for rank, found in enumerate(ranks.run(size, HERE, "load_fsdp1", weed_url)):
+            assert len(found) == 4
+            for (step, way), (contents, place) in found.items():
+                assert differences(contents, saved[step]) == [] and place == step, (size, rank, step, way)
+    assert run(["verify", weed_url, "--all"]) == 0
 
 
 # ---- one rank fails --------------------------------------------------------------------------------------------------

@@ -51,15 +51,23 @@ class Ranks:
         self._process.wait(30)
 
     def run(
-        self, size: int, script: Path, job: str, *args: Any, deadline_s: float = 60.0, may_die: tuple[int, ...] = ()
+        self,
+        size: int,
+        script: Path,
+        job: str,
+        *args: Any,
+        deadline_s: float = 60.0,
+        may_die: tuple[int, ...] = (),
+        group_timeout_s: float = GROUP_TIMEOUT_S,
     ) -> list[Any]:
         """Run `job(rank, size, *args)` of the file `script` on `size` ranks; the value of each. RanksFailed otherwise.
 
-        Ranks in `may_die` may end without a result: theirs is KILLED then.
+        Ranks in `may_die` may end without a result: theirs is KILLED then. Collectives fail after `group_timeout_s`.
         """
         with tempfile.TemporaryDirectory(prefix="ranks-") as name:
             folder = Path(name)
             request = {"script": str(script), "job": job, "args": args, "size": size, "environment": dict(os.environ)}
+            request["group_timeout_s"] = group_timeout_s
             (folder / "request").write_bytes(pickle.dumps(request))
             assert self._process.stdin is not None and self._process.stdout is not None
             print(name, file=self._process.stdin)
@@ -169,7 +177,7 @@ def _rank(folder: Path, rank: int, request: dict[str, Any]) -> None:
             init_method=f"file://{folder}/group",
             rank=rank,
             world_size=request["size"],
-            timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
+            timeout=datetime.timedelta(seconds=request["group_timeout_s"]),
         )
         found = (True, getattr(module, request["job"])(rank, request["size"], *request["args"]))
         data = pickle.dumps(found)
