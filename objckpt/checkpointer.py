@@ -24,8 +24,9 @@ from objckpt.errors import (
 )
 from objckpt.events import Progress, ignore
 from objckpt.flights import Flights
-from objckpt.format import values
+from objckpt.format import values, wire
 from objckpt.format.records import Commit
+from objckpt.format.tables import TensorTable
 from objckpt.group import Group
 from objckpt.handle import SaveHandle, SaveStats
 from objckpt.log import Log, read_log
@@ -444,7 +445,8 @@ def _content(flat: Flat, tree: bytes | None, meta: bytes) -> Message:
         "itemsizes": [leaf.itemsize for leaf in flat.leaves],
         "tree": tree,
         "meta": meta,
-        "replicated": [list(row) for row in flat.replicated],
+        "replicated": wire.pack([list(row) for row in flat.replicated]),
+        "described": TensorTable.of(flat.described).data,
         "global_bytes": flat.global_bytes,
         "tensors": flat.tensors,
         "submesh": flat.submesh,

@@ -25,5 +25,6 @@ MAX_INDEX_BYTES = 1 * GiB
 MAX_VALUE_DEPTH = 64  # each level may be a msgpack document in a document, of 32 KiB C stack while it is read
 MAX_FQN_BYTES = 4096
 MAX_DIMS = 64
+MAX_RANKS = 100_000  # five digits in the keys
 MAX_STEP = 10**12 - 1
 MAX_CHUNK_RAW_BYTES = 64 * MiB

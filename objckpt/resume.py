@@ -12,7 +12,7 @@ from objckpt.format.index import PER_RANK
 from objckpt.format.records import Commit
 from objckpt.group import Group, can_exchange
 from objckpt.restore.into import Report, Restoration
-from objckpt.restore.open import open_checkpoint
+from objckpt.restore.open import open_checkpoint, opened_for
 from objckpt.restore.removed import unless_removed
 from objckpt.restore.share import Sharing
 from objckpt.store import Store
@@ -39,8 +39,8 @@ def restore_together(
     extended = {} if per_rank is None else {**into, PER_RANK: {group.rank: per_rank}}
     target = into if per_rank is None else extended
 
-    def build(near: int | None) -> Restoration:
-        checkpoint = open_checkpoint(store, commit, near=near)
+    def match() -> Restoration:
+        checkpoint = open_checkpoint(store, commit, ranks={group.rank})
         if group.rank not in checkpoint.tree.get(PER_RANK, {}):
             extended.pop(PER_RANK, None)  # saved by fewer ranks
         checkpoint = replace(checkpoint, tree=_own_part(checkpoint.tree, target, group.rank))
@@ -51,23 +51,23 @@ def restore_together(
             work.report.missing.append(to_fqn((PER_RANK, group.rank)))
         return work
 
-    def match() -> Restoration:
-        if group.size > 1:
-            work = build(group.rank)
-            if work.covered:
-                return work
-            del work  # with the tensors that it made: the next one makes its own
-        return build(None)
-
     with unless_removed(store, commit):
         work = group.together(match)
         shared = None
         if sharing == "auto" and group.size > 1 and can_exchange():
             shared = Sharing(group, store, work.checkpoint, progress)
             work.fills = shared.take(work.fills)
+
+        def open_for_all() -> None:
+            wanted = work.wanted()
+            for fqn, boxes in shared.wanted().items() if shared is not None else ():
+                wanted.setdefault(fqn, []).extend(boxes)
+            work.use(opened_for(store, work.checkpoint, wanted))
+
+        group.together(open_for_all)
         group.together(work.fetch)
         if shared is not None:
-            shared.run()
+            shared.run(work.checkpoint)
         group.together(work.hand_over)
     if per_rank is not None:
         own = target[PER_RANK][group.rank] if PER_RANK in target else per_rank

@@ -78,7 +78,8 @@ def commit_one(url: str, who: int, step: int) -> float:
     """A session that opens the log and commits a checkpoint without data. Seconds until it had its epoch."""
     from objckpt.config import StoreOptions
     from objckpt.format import keys
-    from objckpt.format.index import ChunkTable, Index
+    from objckpt.format.index import Index
+    from objckpt.format.tables import ChunkTable
     from objckpt.save.commit import LogWriter, Sizes
     from objckpt.store import open_store
 

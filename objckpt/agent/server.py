@@ -22,6 +22,7 @@ from objckpt.errors import ConnectError, ObjckptError, SaveError
 from objckpt.format import keys, values
 from objckpt.format.index import Index
 from objckpt.format.records import Commit
+from objckpt.format.tables import TensorTable
 from objckpt.save import gather
 from objckpt.save.arena import ArenaReader, pieces
 from objckpt.save.commit import LeafMeta, LogWriter, Sizes
@@ -226,7 +227,8 @@ class _Agent:
             rank=self.rank,
             world_size=self.world_size,
             tree=message["tree"],
-            replicated=[(fqn, digest) for fqn, digest in message["replicated"]],
+            replicated=message["replicated"],
+            described=TensorTable.decode(message["described"], "save").entries,
             progress=self._progress(message["save"], snapshot.nbytes),
         )
         named = await upload_index(uploads, index)

@@ -15,8 +15,9 @@ from objckpt.errors import FormatError, IntegrityError, NotCommittedError, Usage
 
 if TYPE_CHECKING:
     from objckpt.events import Progress
-    from objckpt.format.index import Index, ShardEntry
+    from objckpt.format.index import Index
     from objckpt.format.records import Commit
+    from objckpt.format.tables import ShardEntry
     from objckpt.log import Log
     from objckpt.restore import Checkpoint
     from objckpt.store import Store

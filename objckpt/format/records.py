@@ -167,7 +167,7 @@ def _commit(f: wire.Fields, head: dict[str, Any], what: str) -> Commit:
         step=f.integer("step", 0, limits.MAX_STEP),
         attempt=f.text("attempt"),
         parent=f.optional_integer("parent"),
-        world_size=f.integer("world_size", 1, 100_000),
+        world_size=f.integer("world_size", 1, limits.MAX_RANKS),
         raw_bytes=f.integer("raw_bytes"),
         stored_bytes=f.integer("stored_bytes"),
         tensors=f.integer("tensors"),

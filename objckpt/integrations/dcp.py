@@ -168,7 +168,6 @@ class ObjckptWriter(StorageWriter):
                 rank=place["rank"],
                 world_size=place["world_size"],
                 tree=None,
-                replicated=[],
             )
             return index, await upload_index(uploads, index) if place["rank"] else None
 

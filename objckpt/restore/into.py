@@ -13,9 +13,10 @@ from objckpt.errors import MismatchError
 from objckpt.events import Progress, ignore
 from objckpt.format.fqn import to_fqn
 from objckpt.format.values import TensorLeaf
+from objckpt.geometry import Box, whole
 from objckpt.restore.match import leaves, prune
 from objckpt.restore.open import Checkpoint
-from objckpt.restore.place import Filler, NewTensors, covered, device_of, new_like, parts_of, window_of
+from objckpt.restore.place import Filler, NewTensors, boxes_of, device_of, new_like, parts_of, window_of
 from objckpt.state import template
 from objckpt.state.shards import is_distributed
 from objckpt.state.unflatten import to_python
@@ -100,7 +101,7 @@ class Restoration:
             _check_patterns(only, _taken(found), checkpoint)
         self.report = Report(found.missing, found.unexpected)
         self._new = NewTensors(checkpoint, device_of("cpu"))
-        self._filler = Filler(store, checkpoint, progress)
+        self._store, self._progress = store, progress
         # Trees become Python values before any tensor is touched: they may be refused (pickled values, unknown dtypes).
         self._assigns = [
             (parent, key, to_python(tree, self._new.tensor_of, pickle=pickle, path=path))
@@ -108,20 +109,33 @@ class Restoration:
         ]
         fills = [(target, leaf) for _, target, leaf in found.fills]
         self._loads = [(item.owner, self._state_for(item, fills)) for item in found.loads]
-        _refuse_ties(found.fills, checkpoint)
+        self._tied = _tied(found.fills)
+        if checkpoint.complete:
+            _refuse_ties(self._tied, checkpoint)
         self.fills = fills + [(tensor, TensorLeaf(fqn)) for fqn, tensor in self._new.stored.items()]
 
-    @property
-    def covered(self) -> bool:
-        """Whether the indexes that were read have every byte that is wanted; see `open_checkpoint`, `near`."""
-        return all(covered(self.checkpoint, leaf, target) for target, leaf in self.fills)
+    def wanted(self) -> dict[str, list[Box]]:
+        """What has to be at hand before `fetch`, by FQN; see `opened_for`."""
+        out: dict[str, list[Box]] = {}
+        for target, leaf in self.fills:
+            out.setdefault(leaf.fqn, []).extend(boxes_of(self.checkpoint, leaf, target))
+        for _, *leaves_ in self._tied:
+            for leaf in leaves_:
+                out.setdefault(leaf.fqn, []).append(whole(self.checkpoint.tensors[leaf.fqn].shape))
+        return out
+
+    def use(self, checkpoint: Checkpoint) -> None:
+        """Go on with the same checkpoint, opened for what is wanted. Raises MismatchError."""
+        self.checkpoint = checkpoint
+        _refuse_ties(self._tied, checkpoint)
 
     def fetch(self) -> None:
         """Bring the bytes of `fills` into their tensors. Blocks. Raises IntegrityError and StoreError."""
+        filler = Filler(self._store, self.checkpoint, self._progress)
         for target, leaf in self.fills:
-            self._filler.add_leaf(leaf, target)
+            filler.add_leaf(leaf, target)
         try:
-            self._filler.run()
+            filler.run()
         except BaseException as err:
             err.add_note("The tensors given to restore() hold a mixture of old and new bytes now; restore them again.")
             raise
@@ -190,19 +204,24 @@ def _some(names: list[Any]) -> str:
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
-def _refuse_ties(fills: list[tuple[Path, torch.Tensor, TensorLeaf]], checkpoint: Checkpoint) -> None:
-    """MismatchError for tensors that are one in the state but had different bytes when they were saved."""
+def _tied(fills: list[tuple[Path, torch.Tensor, TensorLeaf]]) -> list[tuple[str, TensorLeaf, TensorLeaf]]:
+    """Tensors that are one in the state and have two names in the checkpoint; the first of each says what is wrong then."""
     seen: dict[Any, tuple[Path, TensorLeaf]] = {}
-    lines = []
+    out = []
     for path, target, leaf in fills:
         parts = [tensor for tensor, _ in parts_of(target, to_fqn(path)) if tensor.numel()]
         if not parts:
             continue
         first = seen.setdefault(window_of(parts[0]), (path, leaf))
-        if first[1] != leaf and _identity(first[1], checkpoint) != _identity(leaf, checkpoint):
-            lines.append(
-                f"{to_fqn(path)}: shares its memory with {to_fqn(first[0])} in the state, not in the checkpoint"
-            )
+        if first[1] != leaf:
+            line = f"{to_fqn(path)}: shares its memory with {to_fqn(first[0])} in the state, not in the checkpoint"
+            out.append((line, first[1], leaf))
+    return out
+
+
+def _refuse_ties(tied: list[tuple[str, TensorLeaf, TensorLeaf]], checkpoint: Checkpoint) -> None:
+    """MismatchError for tensors that are one in the state but had different bytes when they were saved."""
+    lines = [line for line, a, b in tied if _identity(a, checkpoint) != _identity(b, checkpoint)]
     if lines:
         raise MismatchError(
             f"the checkpoint of step {checkpoint.commit.step} and the state differ in {len(lines)} leaves; nothing was "

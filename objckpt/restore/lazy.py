@@ -12,6 +12,7 @@ import numpy as np
 from objckpt.errors import UsageError
 from objckpt.format.fqn import to_fqn
 from objckpt.format.values import Pickled, TensorLeaf, ViewSpec
+from objckpt.geometry import Box
 from objckpt.restore.match import leaves
 from objckpt.restore.open import Checkpoint, StoredShard, view_end
 from objckpt.restore.plan import Runs, grid_runs
@@ -125,7 +126,8 @@ class LazyTensor:
         out = place.new(stored, [len(r) for r in grid])
         parts: list[tuple[StoredShard, Runs | None, torch.Tensor]] = []
         later: list[tuple[tuple[slice, ...], torch.Tensor]] = []
-        for shard in stored.shards:
+        rows, _ = stored.boxes.common(_hull(grid))
+        for shard in map(stored.shard, rows.tolist()):
             box = shard.entry.box
             cells = [_within(r, at, at + n) for r, at, n in zip(grid, box.offset, box.shape, strict=True)]
             if not all(len(c) for c in cells):
@@ -156,6 +158,12 @@ class LazyTensor:
             return place.view_of(memory, ViewSpec(view.dtype, 0, view.shape, view.stride), self.fqn)
         base = self._read([range(n) for n in stored.shape])
         return place.view_of(base, view, self.fqn)
+
+
+def _hull(grid: Sequence[range]) -> Box:
+    """The smallest box that has every element of a grid of ascending ranges."""
+    ends = [(r[0], r[-1] + 1) if len(r) else (0, 0) for r in grid]
+    return Box(tuple(start for start, _ in ends), tuple(end - start for start, end in ends))
 
 
 def _within(grid: range, start: int, stop: int) -> range:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from objckpt.errors import FormatError, IntegrityError, NotFoundError
 from objckpt.format import checksums, keys, values
 from objckpt.format.dtypes import ITEMSIZE
-from objckpt.format.index import PER_RANK, Index, ShardEntry
+from objckpt.format.index import PER_RANK, Index
 from objckpt.format.records import Commit
-from objckpt.geometry import Box
+from objckpt.format.tables import ShardEntry, TensorEntry, TensorTable
+from objckpt.geometry import Box, Boxes, Integers, tiles
 from objckpt.restore.match import leaves
 from objckpt.store import Store
 
@@ -29,22 +32,56 @@ class StoredShard:
     entry: ShardEntry
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """A tensor of the checkpoint: its shards tile the global shape exactly."""
+    """A tensor of the checkpoint and its shards at hand, which tile the global shape when all indexes were read.
 
+    `boxes` are those of the distinct shards, in the order of ranks; `origins` has of each the place of its index in
+    `indexes` and its row there.
+    """
+
+    entry: TensorEntry
     fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    shards: tuple[StoredShard, ...]
+    boxes: Boxes
+    origins: Integers
+    indexes: list[Index]
+
+    @property
+    def dtype(self) -> str:
+        return self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
 
     @property
     def itemsize(self) -> int:
-        return self.shards[0].entry.itemsize
+        return ITEMSIZE[self.entry.dtype]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
+
+    @property
+    def shards(self) -> list[StoredShard]:
+        return [self.shard(row) for row in range(len(self.boxes))]
+
+    def shard(self, row: int) -> StoredShard:
+        number, place = self.origins[row].tolist()
+        index = self.indexes[number]
+        return StoredShard(index, index.shards[place])
+
+    def has(self, box: Box) -> bool:
+        """Whether the shards at hand have every element of a box."""
+        common = self.boxes.common(box)[1]
+        return (
+            tiles(Boxes(common.offset - np.array(box.offset, np.int64), common.shape), box.shape, _MAX_TANGLED) is None
+        )
+
+    def holders(self, box: Box) -> set[int] | None:
+        """The ranks whose indexes list what is needed of `box`; None when the checkpoint does not tell."""
+        layout = self.entry.layout
+        return None if layout is None else layout.holders(self.shape, self.entry.replica, box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +89,7 @@ class Checkpoint:
     """A committed checkpoint, opened: everything but the tensors' bytes."""
 
     commit: Commit
-    indexes: list[Index]  # all; with `near` perhaps only some, and then a tensor's shards may be incomplete
+    indexes: list[Index]  # all, or only those of some ranks: then a tensor's shards may be incomplete
     tree: Any  # neutral, see format/values
     tensors: dict[str, StoredTensor]
 
@@ -68,41 +105,68 @@ class Checkpoint:
         return stored.dtype, stored.shape
 
 
-def open_checkpoint(store: Store, commit: Commit, *, near: int | None = None) -> Checkpoint:
-    """Read all indexes of a checkpoint, in parallel. Blocks; torch-free.
+def open_checkpoint(
+    store: Store, commit: Commit, *, ranks: Iterable[int] | None = None, have: Sequence[Index] = ()
+) -> Checkpoint:
+    """Read the indexes of a checkpoint, in parallel; those of all ranks, or of rank 0 and of some. Blocks; torch-free.
 
-    With `near`, a rank, only its index and rank 0's are read where these name every tensor: enough for a rank that takes
-    back what it wrote itself. See `Checkpoint.complete`.
+    ranks: whose indexes are wanted; ranks that the checkpoint does not have are no error. All are read all the same where
+    these do not name every tensor of the tree (of a checkpoint written by DCP). See `Checkpoint.complete`, `opened_for`.
+    have: indexes of this checkpoint that were read before.
 
     Raises:
         IntegrityError: an index is missing or is not the one that was committed.
         FormatError: an index does not hold together, or the shards do not tile their tensors.
     """
-    ranks = list(range(commit.world_size))
-    first = ranks if near is None else sorted({0, near} & set(ranks))
-    indexes = _read_indexes(store, commit, first)
+    world = range(commit.world_size)
+    indexes = _read_indexes(store, commit, world if ranks is None else {0, *ranks} & set(world), have)
     tree = _tree(indexes, commit)
-    if len(first) < len(ranks):
-        stored = {entry.fqn for index in indexes for entry in index.shards}
-        if any(type(leaf) is values.TensorLeaf and leaf.fqn not in stored for _, leaf in leaves(tree)):
-            known = {index.rank: index for index in indexes}
-            rest = _read_indexes(store, commit, [rank for rank in ranks if rank not in known])
-            indexes = sorted([*indexes, *rest], key=lambda index: index.rank)
+    if len(indexes) < len(world):
+        named = {fqn for index in indexes for fqn in index.table.tensors.fqns}
+        if any(type(leaf) is values.TensorLeaf and leaf.fqn not in named for _, leaf in leaves(tree)):
+            indexes = _read_indexes(store, commit, world, indexes)
             tree = _tree(indexes, commit)
-    by_name: dict[str, list[StoredShard]] = {}
-    for index in indexes:
-        for entry in index.shards:
-            by_name.setdefault(entry.fqn, []).append(StoredShard(index, entry))
-    complete = len(indexes) == commit.world_size
-    tensors = {fqn: _tensor(fqn, shards, commit, complete) for fqn, shards in by_name.items()}
-    checkpoint = Checkpoint(commit, indexes, tree, tensors)
+    checkpoint = Checkpoint(commit, indexes, tree, gather(indexes, commit))
     _check_leaves(checkpoint, tree)
     return checkpoint
 
 
-def _read_indexes(store: Store, commit: Commit, ranks: Sequence[int]) -> list[Index]:
-    with ThreadPoolExecutor(min(_READERS, len(ranks)), "objckpt-index") as pool:
-        return list(pool.map(lambda rank: _read_index(store, commit, rank), ranks))
+def opened_for(store: Store, checkpoint: Checkpoint, wanted: Mapping[str, Sequence[Box]]) -> Checkpoint:
+    """The checkpoint with the indexes that have all that is wanted: boxes of its tensors, by FQN. Its tree stays. Blocks.
+
+    Reads those of the ranks that hold the boxes, as rank 0's index tells; where it does not or is wrong, all.
+    """
+    for whole in (False, True):
+        lacking = [(checkpoint.tensors[fqn], box) for fqn, boxes in wanted.items() for box in boxes]
+        lacking = [(stored, box) for stored, box in lacking if not stored.has(box)]
+        if checkpoint.complete or not lacking:
+            break
+        found = [None if whole else stored.holders(box) for stored, box in lacking]
+        if None in found:
+            return opened_whole(store, checkpoint)
+        ranks = set[int]().union(*(each for each in found if each is not None))
+        more = open_checkpoint(store, checkpoint.commit, ranks=ranks, have=checkpoint.indexes)
+        checkpoint = replace(more, tree=checkpoint.tree)
+    return checkpoint
+
+
+def opened_whole(store: Store, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the indexes of all ranks. Its tree stays. Blocks."""
+    if checkpoint.complete:
+        return checkpoint
+    return replace(open_checkpoint(store, checkpoint.commit, have=checkpoint.indexes), tree=checkpoint.tree)
+
+
+def _read_indexes(store: Store, commit: Commit, ranks: Collection[int], have: Sequence[Index]) -> list[Index]:
+    """Those of `ranks`, in the order of ranks; `have` are not read again."""
+    found = {index.rank: index for index in have}
+    known: dict[bytes, Any] = {}
+    missing = [rank for rank in sorted(ranks) if rank not in found]
+    if missing:
+        with ThreadPoolExecutor(min(_READERS, len(missing)), "objckpt-index") as pool:
+            read = pool.map(lambda rank: _read_index(store, commit, rank, known), missing)
+            found |= dict(zip(missing, read, strict=True))
+    return [found[rank] for rank in sorted(found)]
 
 
 def _tree(indexes: Sequence[Index], commit: Commit) -> dict[Any, Any]:
@@ -127,7 +191,7 @@ def _tree(indexes: Sequence[Index], commit: Commit) -> dict[Any, Any]:
     return whole
 
 
-def _read_index(store: Store, commit: Commit, rank: int) -> Index:
+def _read_index(store: Store, commit: Commit, rank: int, known: dict[bytes, Any]) -> Index:
     digest, size = commit.ranks[rank]
     key = commit.index_key(rank)
     try:
@@ -145,7 +209,7 @@ def _read_index(store: Store, commit: Commit, rank: int) -> Index:
             key=key,
             step=commit.step,
         )
-    index = Index.decode(data, key)
+    index = Index.decode(data, key, known)
     if (index.step, index.attempt, index.rank, index.world_size) != (
         commit.step,
         commit.attempt,
@@ -160,54 +224,70 @@ def _read_index(store: Store, commit: Commit, rank: int) -> Index:
     return index
 
 
-def _tensor(fqn: str, shards: Sequence[StoredShard], commit: Commit, complete: bool) -> StoredTensor:
-    first = shards[0].entry
-    distinct: dict[Any, StoredShard] = {}
-    for shard in shards:
-        entry = shard.entry
-        if (entry.dtype, entry.global_shape) != (first.dtype, first.global_shape):
-            raise FormatError(f"step {commit.step}: {fqn}: ranks disagree on its dtype or shape", fqn=fqn)
-        other = distinct.setdefault(entry.box, shard)
-        if other.entry.digest != entry.digest:
-            raise FormatError(
-                f"step {commit.step}: {fqn}: ranks {other.index.rank} and {shard.index.rank} hold different bytes",
-                fqn=fqn,
-            )
-    if complete:
-        _check_tiling([box for box in distinct if box.elements], first.global_shape, f"step {commit.step}: {fqn}", fqn)
-    return StoredTensor(fqn, first.dtype, first.global_shape, tuple(distinct.values()))
-
-
-def _check_tiling(boxes: list[Box], shape: tuple[int, ...], what: str, fqn: str) -> None:
-    """Boxes inside a shape tile it when they do not overlap and have as many elements. FormatError otherwise."""
-    if sum(box.elements for box in boxes) != math.prod(shape):
-        raise FormatError(f"{what}: its shards do not tile its shape {shape}", fqn=fqn)
-    # Cut into groups that no box spans, dimension by dimension: a group of one overlaps nothing.
-    groups = [boxes]
-    while groups:
-        group = groups.pop()
-        if len(group) < 2:
-            continue
-        parts = next((cut for d in range(len(shape)) if len(cut := _cut(group, d)) > 1), [])
-        groups += parts
-        if parts:
-            continue
-        if len(group) > _MAX_TANGLED:
-            raise FormatError(f"{what}: {len(group)} shards lie across each other", fqn=fqn)
-        if any(box.intersect(other) is not None for i, box in enumerate(group) for other in group[:i]):
-            raise FormatError(f"{what}: its shards overlap", fqn=fqn)
-
-
-def _cut(boxes: list[Box], d: int) -> list[list[Box]]:
-    """The boxes in groups along dimension `d`: each group ends where the next one begins, or before."""
-    out: list[list[Box]] = []
-    end = -1
-    for box in sorted(boxes, key=lambda box: box.offset[d]):
-        if box.offset[d] >= end:
-            out.append([])
-        out[-1].append(box)
-        end = max(end, box.offset[d] + box.shape[d])
+def gather(indexes: list[Index], commit: Commit) -> dict[str, StoredTensor]:
+    """The tensors of some or all indexes, checked against each other."""
+    numbers: dict[str, int] = {}  # of each FQN
+    entries: list[TensorEntry] = []
+    by_table: dict[
+        int, Integers
+    ] = {}  # of each table of tensors, that many ranks may share: the numbers of its tensors
+    tables = [index.table for index in indexes]
+    for table in tables:
+        if id(table.tensors) not in by_table:
+            by_table[id(table.tensors)] = _number(table.tensors, numbers, entries, commit)
+    tensor = np.concatenate([by_table[id(table.tensors)][table.tensor] for table in tables])
+    sizes = np.array([len(table) for table in tables])
+    origins = np.stack(
+        (np.repeat(np.arange(len(tables)), sizes), np.concatenate([np.arange(n) for n in sizes])), axis=1
+    )
+    lengths = np.array([len(table.offset) for table in tables])
+    start = np.concatenate([table.start for table in tables]) + np.repeat(np.cumsum(lengths) - lengths, sizes)
+    offset, shape = (np.concatenate([getattr(table, name) for table in tables]) for name in ("offset", "shape"))
+    digest = np.concatenate([table.digest for table in tables])
+    order = np.argsort(tensor, kind="stable")
+    ends = np.cumsum(np.bincount(tensor, minlength=len(entries)))
+    complete = len(indexes) == commit.world_size
+    out = {}
+    for fqn, number in numbers.items():
+        entry = entries[number]
+        rows = order[(ends[number - 1] if number else 0) : ends[number]]
+        places = start[rows][:, None] + np.arange(len(entry.shape))
+        found = StoredTensor(entry, fqn, Boxes(offset[places], shape[places]), origins[rows], indexes)
+        why = tiles(found.boxes, entry.shape, _MAX_TANGLED) if complete else "unknown"
+        if why is not None and len(rows) > 1:
+            found = _distinct(found, digest[rows], commit)
+            why = tiles(found.boxes, entry.shape, _MAX_TANGLED) if complete else None
+        if why is not None and complete:
+            raise FormatError(f"step {commit.step}: {fqn}: {why}", fqn=fqn)
+        out[fqn] = found
     return out
+
+
+def _number(table: TensorTable, numbers: dict[str, int], entries: list[TensorEntry], commit: Commit) -> Integers:
+    """The number of each tensor of a table; new ones are added. FormatError when the table describes a known one otherwise."""
+    for fqn, entry in zip(table.fqns, table.entries, strict=True):
+        number = numbers.setdefault(fqn, len(entries))
+        if number == len(entries):
+            entries.append(entry)
+        elif (entries[number].dtype, entries[number].shape) != (entry.dtype, entry.shape):
+            raise FormatError(f"step {commit.step}: {fqn}: ranks disagree on its dtype or shape", fqn=fqn)
+        elif entries[number].layout is None:
+            entries[number] = entry
+    return np.array([numbers[fqn] for fqn in table.fqns], np.int64)
+
+
+def _distinct(stored: StoredTensor, digest: Integers, commit: Commit) -> StoredTensor:
+    """Without the shards that a rank before has, too. FormatError where those have other bytes."""
+    boxes = np.concatenate((stored.boxes.offset, stored.boxes.shape), axis=1)
+    seen: dict[bytes, int] = {}  # of a thousand rows as fast as sorting them, of a few much faster
+    other = np.array([seen.setdefault(row.tobytes(), n) for n, row in enumerate(boxes)], np.int64)
+    if len(seen) == len(boxes):
+        return stored
+    if (differ := np.flatnonzero(digest != digest[other])).size:
+        a, b = (stored.indexes[stored.origins[row][0]].rank for row in (other[differ[0]], differ[0]))
+        raise FormatError(f"step {commit.step}: {stored.fqn}: ranks {a} and {b} hold different bytes", fqn=stored.fqn)
+    rows = np.array(list(seen.values()), np.int64)
+    return replace(stored, boxes=stored.boxes.take(rows), origins=stored.origins[rows])
 
 
 def _check_leaves(checkpoint: Checkpoint, tree: Any) -> None:

@@ -265,13 +265,11 @@ def copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = Fal
         target.copy_(source, non_blocking=non_blocking)
 
 
-def covered(checkpoint: Checkpoint, leaf: TensorLeaf, target: torch.Tensor) -> bool:
-    """Whether the shards at hand have every element that a target wants of a leaf."""
-    if checkpoint.complete:
-        return True
-    stored = checkpoint.tensors[leaf.fqn]
-    boxes = [whole(stored.shape)] if leaf.view is not None else [box for _, box in parts_of(target, leaf.fqn)]
-    return all(sum(part.elements for _, part in overlaps(stored, box)) == box.elements for box in boxes)
+def boxes_of(checkpoint: Checkpoint, leaf: TensorLeaf, target: torch.Tensor) -> list[Box]:
+    """What a target needs of the tensor that a leaf names: of a view's base all of it."""
+    if leaf.view is not None:
+        return [whole(checkpoint.tensors[leaf.fqn].shape)]
+    return [box for _, box in parts_of(target, leaf.fqn)]
 
 
 def parts_of(target: torch.Tensor, fqn: str) -> list[tuple[torch.Tensor, Box]]:

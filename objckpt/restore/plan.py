@@ -129,10 +129,9 @@ class Request:
 
 def overlaps(tensor: StoredTensor, target: Box) -> Iterator[tuple[StoredShard, Box]]:
     """The shards that hold a part of `target` (in global elements), each with the part, in global elements."""
-    for shard in tensor.shards:
-        common = shard.entry.box.intersect(target)
-        if common is not None:
-            yield shard, common
+    rows, common = tensor.boxes.common(target)
+    for n, row in enumerate(rows.tolist()):
+        yield tensor.shard(row), common[n]
 
 
 def split(box: Box, itemsize: int, max_bytes: int) -> Iterator[Box]:

@@ -7,20 +7,26 @@ ranks want, the same everywhere; after one exchange of those, only tensor bytes 
 
 from __future__ import annotations
 
+import hashlib
+import heapq
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from objckpt.events import Progress, ignore
+from objckpt.format.index import PER_RANK
 from objckpt.format.values import TensorLeaf
-from objckpt.geometry import Box
-from objckpt.restore.open import Checkpoint, StoredTensor, open_checkpoint
+from objckpt.geometry import Box, Boxes, Integers, Layout
+from objckpt.restore.open import Checkpoint, StoredTensor, opened_whole
 from objckpt.restore.place import Filler, copy, new, parts_of
-from objckpt.restore.plan import box_runs, overlaps, split
+from objckpt.restore.plan import split
 from objckpt.state.dtypes import as_bytes, dtype_of
-from objckpt.state.shards import local_part
+from objckpt.state.shards import is_distributed, layout_of, local_part
 from objckpt.store import Store
 
 T = TypeVar("T")
@@ -28,6 +34,7 @@ Fill = tuple[torch.Tensor, TensorLeaf]
 ROUND_BYTES = 256 * 1024 * 1024  # of all ranks together; a rank holds at most as much to send, and as much to place
 UNIT_BYTES = 64 * 1024 * 1024  # read by one rank at a time; cut at rows, so a chunk at each border is read twice
 _LEAST_UNIT_BYTES = 4 * 1024 * 1024
+_TRIED = 64  # boxes of a tensor from which its cost is estimated
 _WORTH_IT = 1.05  # more bytes than this multiple of the tensor are wanted: then it is shared
 
 
@@ -60,41 +67,59 @@ class _Unit:
     reader: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What all ranks want of one tensor: boxes, and of each the rank; those of one rank in the order of its targets."""
+
+    ranks: Integers
+    boxes: Boxes
+
+
 class Sharing:
-    """Used by all ranks of a job in one restore: `take`, and after the rest is fetched `run`."""
+    """Used by all ranks of a job in one restore: `take`, and after the rest is fetched `run`.
+
+    checkpoint: opened at least for what rank 0's index tells; before `run` it has to have what `wanted` names.
+    """
 
     def __init__(self, ranks: Ranks, store: Store, checkpoint: Checkpoint, progress: Progress = ignore) -> None:
         self.ranks, self.store, self.checkpoint, self.progress = ranks, store, checkpoint, progress
         self._targets: dict[str, list[tuple[torch.Tensor, Box]]] = {}
-        self._wanted: list[dict[str, list[Box]]] = []  # of each rank
+        self._wanted: dict[str, _Wanted] = {}
         self._rounds: list[list[_Unit]] = []
 
     def take(self, fills: Sequence[Fill]) -> list[Fill]:
         """Plan; returns the fills that are left to be fetched by this rank alone. A collective."""
-        complete = self.ranks.gather(self.checkpoint.complete)
-        if not any(complete):
-            return list(fills)  # every rank takes back what it wrote
-        self.checkpoint = self.ranks.together(self._whole)
+        layouts: dict[str, list[Layout]] = {}
         for target, leaf in fills:
-            if leaf.view is None:
-                parts = [(tensor, box) for tensor, box in parts_of(target, leaf.fqn) if box.elements]
-                self._targets.setdefault(leaf.fqn, []).extend(parts)
-        mine = {fqn: [(box.offset, box.shape) for _, box in parts] for fqn, parts in self._targets.items() if parts}
-        self._wanted = [
-            {fqn: [Box(*box) for box in boxes] for fqn, boxes in each.items()} for each in self.ranks.gather(mine)
-        ]
-        names = sorted(set().union(*self._wanted)) if self.ranks.rank == 0 else []
-        shared = self.ranks.gather([fqn for fqn in names if self._worth(self.checkpoint.tensors[fqn])])[0]
+            if not _alone(leaf):
+                self._targets.setdefault(leaf.fqn, []).extend(
+                    (t, b) for t, b in parts_of(target, leaf.fqn) if b.elements
+                )
+                layouts.setdefault(leaf.fqn, []).append(self._layout(target, leaf.fqn))
+        here = self.checkpoint
+        back = all(here.tensors[fqn].has(box) for fqn, parts in self._targets.items() for _, box in parts)
+        if all(self.ranks.gather(not here.complete and back)):
+            return list(fills)  # every rank takes back what it wrote
+        self._agree(layouts)
+        if any(here.tensors[fqn].entry.layout is None for fqn in self._wanted):  # the same answer on all ranks
+            self.checkpoint = self.ranks.together(self._whole)
+        names = sorted(self._wanted) if self.ranks.rank == 0 else []
+        shared = self.ranks.gather([fqn for fqn in names if self._worth(fqn)])[0]
         self._plan(shared)
         gone = set(shared)
-        return [(target, leaf) for target, leaf in fills if leaf.view is not None or leaf.fqn not in gone]
+        return [(target, leaf) for target, leaf in fills if _alone(leaf) or leaf.fqn not in gone]
 
-    def _whole(self) -> Checkpoint:
-        done = self.checkpoint.complete
-        return self.checkpoint if done else open_checkpoint(self.store, self.checkpoint.commit)
+    def wanted(self) -> dict[str, list[Box]]:
+        """What this rank will read for all, by FQN."""
+        out: dict[str, list[Box]] = {}
+        for unit in itertools.chain(*self._rounds):
+            if unit.reader == self.ranks.rank:
+                out.setdefault(unit.fqn, []).append(unit.box)
+        return out
 
-    def run(self) -> None:
+    def run(self, checkpoint: Checkpoint) -> None:
         """Fetch and pass on, round by round. A collective; blocks."""
+        self.checkpoint = checkpoint
         for units in self._rounds:
             own = [unit for unit in units if unit.reader == self.ranks.rank]
             out, into = self.ranks.together(lambda own=own, units=units: self._pack(units, self._read(own)))  # type: ignore[misc]
@@ -103,37 +128,76 @@ class Sharing:
             del out
             self.ranks.together(lambda into=into, units=units: self._place(units, into))  # type: ignore[misc]
 
-    def _worth(self, stored: StoredTensor) -> bool:
-        boxes = [box for rank in self._wanted for box in rank.get(stored.fqn, ())]
-        most, wanted = _WORTH_IT * stored.nbytes, 0
-        if all(box.shape[1:] == stored.shape[1:] for box in [*boxes, *(s.entry.box for s in stored.shards)]):
-            return (
-                sum(box.elements for box in boxes) * stored.itemsize > most
-            )  # whole rows: a rank fetches what it wants
-        for box in boxes:
-            for shard, part in overlaps(stored, box):
-                runs = box_runs(shard, part)
-                # Between the first and the last byte: nearly all chunks there are fetched, unless runs are far apart.
-                wanted += shard.entry.nbytes if runs is None else int(runs.starts[-1] - runs.starts[0]) + runs.length
-            if wanted > most:
-                return True
-        return False
+    def _layout(self, target: torch.Tensor, fqn: str) -> Layout:
+        if is_distributed(target):
+            return layout_of(target, fqn).layout
+        return Layout(tuple(range(self.ranks.size)), (self.ranks.size,), (None,))
+
+    def _whole(self) -> Checkpoint:
+        return opened_whole(self.store, self.checkpoint)
+
+    def _agree(self, layouts: dict[str, list[Layout]]) -> None:
+        """Find out what every rank wants. Where all have the same layouts, as ranks of one program do, these tell it."""
+        told = sorted((fqn, [(each.ranks, each.mesh, each.cuts) for each in found]) for fqn, found in layouts.items())
+        mine = hashlib.sha256(repr(told).encode()).hexdigest()
+        found = {fqn: self._by_layout(fqn, each) for fqn, each in layouts.items()}
+        own = {fqn: [box for _, box in parts] for fqn, parts in self._targets.items()}
+        for fqn, wanted in found.items():
+            rows = np.flatnonzero(wanted.ranks == self.ranks.rank).tolist()
+            if [wanted.boxes[row] for row in rows] != own[fqn]:
+                mine = f"rank {self.ranks.rank}"  # equal to nobody's
+        if len(set(self.ranks.gather(mine))) == 1:
+            self._wanted = found
+            return
+        every = self.ranks.gather({fqn: [(b.offset, b.shape) for b in boxes] for fqn, boxes in own.items()})
+        for fqn in sorted(set().union(*every)):
+            listed = [(rank, Box(*box)) for rank, each in enumerate(every) for box in each.get(fqn, ())]
+            boxes = Boxes.of([box for _, box in listed], len(self.checkpoint.tensors[fqn].shape))
+            self._wanted[fqn] = _Wanted(np.array([rank for rank, _ in listed], np.int64), boxes)
+
+    def _by_layout(self, fqn: str, layouts: Sequence[Layout]) -> _Wanted:
+        parts = [each.boxes(self.checkpoint.tensors[fqn].shape) for each in layouts]
+        boxes = Boxes(*(np.concatenate([getattr(b, name) for _, b in parts]) for name in ("offset", "shape")))
+        return _Wanted(np.concatenate([ranks for ranks, _ in parts]), boxes)
+
+    def _worth(self, fqn: str) -> bool:
+        """Whether the ranks, each for itself, would fetch more of a tensor than it has."""
+        stored, wanted = self.checkpoint.tensors[fqn], self._wanted[fqn].boxes
+        most = _WORTH_IT * math.prod(stored.shape)
+        total = int(wanted.elements.sum())
+        if total > most:
+            return True
+        cut = _stored_boxes(stored)
+        if all((boxes.shape[:, 1:] == stored.shape[1:]).all() for boxes in (wanted, cut)):
+            return False  # whole rows: a rank fetches what it wants
+        # Between the first and the last byte: nearly all chunks there are fetched, unless runs are far apart.
+        tried = wanted.take(np.arange(0, len(wanted), -(-len(wanted) // _TRIED)))
+        strides = np.cumprod(np.concatenate((np.ones((len(cut), 1), np.int64), cut.shape[:, :0:-1]), axis=1), axis=1)[
+            :, ::-1
+        ]
+        spans = 0
+        for row in range(len(tried)):
+            rows, common = cut.common(tried[row])
+            spans += int(((common.shape - 1) * strides[rows]).sum()) + len(rows)
+        return spans * total > most * int(tried.elements.sum())
 
     def _plan(self, shared: Sequence[str]) -> None:
         """Give each piece to the reader that has least so far, and put each reader's pieces into rounds."""
-        load = [0] * self.ranks.size
+        load = [(0, rank) for rank in range(self.ranks.size)]
+        total = 0
         unit_bytes = max(_LEAST_UNIT_BYTES, min(UNIT_BYTES, ROUND_BYTES // self.ranks.size))
         for fqn in shared:
             stored = self.checkpoint.tensors[fqn]
-            for shard in stored.shards:
-                for box in split(shard.entry.box, stored.itemsize, unit_bytes) if shard.entry.box.elements else ():
-                    reader = load.index(min(load))
-                    nbytes = box.elements * stored.itemsize
-                    number = sum(load) // ROUND_BYTES
-                    load[reader] += nbytes
-                    while len(self._rounds) <= number:
-                        self._rounds.append([])
-                    self._rounds[number].append(_Unit(fqn, box, nbytes, reader))
+            cut = _stored_boxes(stored)
+            for box in (piece for row in range(len(cut)) for piece in split(cut[row], stored.itemsize, unit_bytes)):
+                if (nbytes := box.elements * stored.itemsize) == 0:
+                    continue
+                least, reader = load[0]
+                heapq.heapreplace(load, (least + nbytes, reader))
+                number, total = total // ROUND_BYTES, total + nbytes
+                while len(self._rounds) <= number:
+                    self._rounds.append([])
+                self._rounds[number].append(_Unit(fqn, box, nbytes, reader))
 
     def _read(self, units: Sequence[_Unit]) -> list[torch.Tensor]:
         filler = Filler(self.store, self.checkpoint, self.progress)
@@ -153,18 +217,17 @@ class Sharing:
         pieces: dict[int, list[torch.Tensor]] = {}
         sizes: dict[int, int] = {}
         for unit in units:
-            tensor = next(mine) if unit.reader == me else None
-            for rank, wanted in enumerate(self._wanted):
-                for box in wanted.get(unit.fqn, ()):
-                    common = unit.box.intersect(box)
-                    if common is None or (tensor is None and rank != me):
-                        continue
-                    if tensor is None:
-                        itemsize = self.checkpoint.tensors[unit.fqn].itemsize
-                        sizes[unit.reader] = sizes.get(unit.reader, 0) + common.elements * itemsize
-                    else:
-                        part = local_part(tensor, common.relative_to(unit.box))
-                        pieces.setdefault(rank, []).append(as_bytes(part.contiguous()).reshape(-1))
+            wanted, itemsize = self._wanted[unit.fqn], self.checkpoint.tensors[unit.fqn].itemsize
+            if unit.reader != me:
+                common = [unit.box.intersect(box) for _, box in self._targets.get(unit.fqn, ())]
+                if nbytes := sum(box.elements for box in common if box is not None) * itemsize:
+                    sizes[unit.reader] = sizes.get(unit.reader, 0) + nbytes
+                continue
+            tensor = next(mine)
+            rows, boxes = wanted.boxes.common(unit.box)
+            for n, rank in enumerate(wanted.ranks[rows].tolist()):
+                part = local_part(tensor, boxes[n].relative_to(unit.box))
+                pieces.setdefault(rank, []).append(as_bytes(part.contiguous()).reshape(-1))
         out = {rank: torch.cat(parts) for rank, parts in pieces.items()}
         return out, {rank: torch.empty(size, dtype=torch.uint8) for rank, size in sizes.items()}
 
@@ -182,3 +245,14 @@ class Sharing:
                 # A buffer's piece may start anywhere, a typed view may not.
                 source = into[unit.reader][start:end].clone().view(dtype).view(common.shape)
                 copy(local_part(target, common.relative_to(box)), source)
+
+
+def _alone(leaf: TensorLeaf) -> bool:
+    """Whether each rank reads it for itself: views, and what belongs to this rank."""
+    return leaf.view is not None or leaf.fqn.startswith(f"{PER_RANK}/")
+
+
+def _stored_boxes(stored: StoredTensor) -> Boxes:
+    """A cut of the tensor, the same on all ranks, that follows its shards as far as rank 0's index knows them."""
+    layout = stored.entry.layout
+    return stored.boxes if layout is None else layout.boxes(stored.shape, stored.entry.replica)[1]

@@ -13,8 +13,9 @@ from typing import Any
 from objckpt import log as commit_log
 from objckpt.errors import SaveError
 from objckpt.format import bundle, checksums, keys
-from objckpt.format.index import ChunkTable, Index, ShardEntry
+from objckpt.format.index import Index
 from objckpt.format.records import WRITE_ID_BYTES, Commit, Open, Retire
+from objckpt.format.tables import ChunkTable, ShardEntry, TensorEntry
 from objckpt.save import plan
 from objckpt.save.encode import CODECS, Encoded
 from objckpt.store import Store
@@ -54,7 +55,8 @@ def build_index(
     encoded: Encoded,
     chunk_bytes: int,
     tree: bytes | None,
-    replicated: list[tuple[str, int]],
+    replicated: bytes,
+    described: Sequence[TensorEntry],
 ) -> Index:
     """Pure: the index of what `encoded` describes."""
     shards, first = [], 0
@@ -65,9 +67,8 @@ def build_index(
         )
         first += count
     packs = [(keys.pack(attempt, rank, n), size) for n, size in enumerate(encoded.pack_sizes)]
-    return Index(
-        step, attempt, rank, world_size, packs, shards, ChunkTable.from_rows(encoded.rows), CODECS, tree, replicated
-    )
+    chunks = ChunkTable.from_rows(encoded.rows)
+    return Index(step, attempt, rank, world_size, packs, shards, chunks, CODECS, tree, replicated, described)
 
 
 class LogWriter:

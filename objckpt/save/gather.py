@@ -167,10 +167,10 @@ def abandon(writer: LogWriter, attempt: str, reason: str, rank: int, world_size:
 
 def _difference(store: Store, index: Index, key: str, rank: int, size: int) -> str:
     try:
-        other = dict(Index.decode(store.get(key, max_bytes=min(size, MAX_INDEX_BYTES)), key).replicated)
+        other = Index.decode(store.get(key, max_bytes=min(size, MAX_INDEX_BYTES)), key).alike()
     except (ObjckptError, IntegrityError) as err:
         return f"rank {rank} has other values than rank 0 ({key} cannot be read: {err})"
-    mine = dict(index.replicated)
+    mine = index.alike()
     names = sorted({n for n in mine.keys() | other.keys() if mine.get(n) != other.get(n)})
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return (

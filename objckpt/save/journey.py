@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from objckpt import limits
 from objckpt.config import SaveOptions, StoreOptions
 from objckpt.format import checksums
-from objckpt.format.index import Index
+from objckpt.format.index import NOTHING_ALIKE, Index
+from objckpt.format.tables import TensorEntry
 from objckpt.save import plan
 from objckpt.save.commit import LeafMeta, build_index, index_object
 from objckpt.save.encode import Encoded, Pieces, encode
@@ -57,7 +58,8 @@ class Journey:
         rank: int,
         world_size: int,
         tree: bytes | None,
-        replicated: list[tuple[str, int]],
+        replicated: bytes = NOTHING_ALIKE,
+        described: Sequence[TensorEntry] = (),
         progress: Callable[[int], None] = lambda nbytes: None,
     ) -> Index:
         """Upload the packs; returns the index, which is not uploaded yet. Raises the first failure, the packs' rest aborted."""
@@ -97,6 +99,7 @@ class Journey:
             chunk_bytes=options.chunk_bytes,
             tree=tree,
             replicated=replicated,
+            described=described,
         )
 
 

@@ -27,10 +27,13 @@ from objckpt.format import checksums, values
 from objckpt.format.dtypes import ITEMSIZE
 from objckpt.format.fqn import to_fqn
 from objckpt.format.index import PER_RANK
+from objckpt.format.tables import TensorEntry
 from objckpt.format.values import Pickled, TensorLeaf, TorchDevice, TorchDtype, TorchSize
+from objckpt.geometry import Layout
 from objckpt.state import shards
 from objckpt.state.dtypes import dtype_name
 from objckpt.state.leaf import Leaf, extent, replaced, share
+from objckpt.state.shards import Held
 
 Path = tuple[Any, ...]
 _NUMPY_DTYPES = {name: np.dtype(name) for name in ITEMSIZE if hasattr(np, name) and name not in ("bool",)}
@@ -52,6 +55,7 @@ class Flat:
     replicated: list[tuple[str, int]] = field(default_factory=list)
     global_bytes: int = 0  # of all tensors of the checkpoint, those of other ranks too
     tensors: int = 0
+    described: list[TensorEntry] = field(default_factory=list)  # on rank 0 of several: all tensors, and who writes them
     submesh: bool = False  # some DTensor is on a part of the ranks only: others may have another one of its name
 
 
@@ -81,7 +85,9 @@ def flatten(
     tree = walk.visit(state, ())
     shared, aliases = share(walk.leaves)
     tree = replaced(tree, aliases) if aliases else tree
-    leaves = _to_write(shared, walk.distributed, rank, world_size)
+    known = _known(shared, walk.distributed, world_size)
+    writers = shards.choose_writers(known)
+    leaves = _to_write(shared, walk.distributed, writers, rank)
     global_bytes = sum(leaf.nbytes for leaf in shared)
     global_bytes += sum(math.prod(leaf.global_shape or ()) * leaf.itemsize for leaf, _ in walk.distributed)
     tensors = len(shared) + len(walk.distributed)
@@ -93,32 +99,46 @@ def flatten(
         tensors += len(mine) * world_size
     replicated = _replicated(tree, shared, walk.distributed) if world_size > 1 else []
     ordered = sorted(leaves, key=lambda leaf: -leaf.itemsize)
-    submesh = any(layout.shards * layout.replicas < world_size for _, layout in walk.distributed)
-    return Flat(tree, ordered, own, replicated, global_bytes, tensors, submesh)
+    submesh = any(len(held.layout.ranks) < world_size for _, held in walk.distributed)
+    flat = Flat(tree, ordered, own, replicated, global_bytes, tensors, submesh=submesh)
+    if world_size > 1 and rank == 0:
+        flat.described = _described(known, [*shared, *(leaf for leaf, _ in walk.distributed)], writers)
+    return flat
+
+
+def _known(shared: list[Leaf], distributed: list[tuple[Leaf, Held]], world_size: int) -> list[shards.Replicated]:
+    """What all ranks know alike of the leaves."""
+    world = Layout(tuple(range(world_size)), (world_size,), (None,))
+    known = [shards.Replicated(leaf.fqn, leaf.nbytes, world) for leaf in shared]
+    for leaf, held in distributed:
+        nbytes = math.prod(leaf.global_shape or ()) * leaf.itemsize
+        parts = len(held.layout.ranks) // held.layout.replicas
+        known.append(shards.Replicated(leaf.fqn, nbytes // parts, held.layout))
+    return known
 
 
 def _to_write(
-    shared: list[Leaf], distributed: list[tuple[Leaf, shards.Layout]], rank: int, world_size: int
+    shared: list[Leaf], distributed: list[tuple[Leaf, Held]], writers: Mapping[str, int], rank: int
 ) -> list[Leaf]:
     """The leaves whose bytes this rank writes."""
-    if world_size == 1 and not distributed:
-        return shared
-    world = ("world",)
-    known = [shards.Replicated(leaf.fqn, leaf.nbytes, world, world_size) for leaf in shared]
-    for leaf, layout in distributed:
-        nbytes = math.prod(leaf.global_shape or ()) * leaf.itemsize // layout.shards
-        known.append(shards.Replicated(leaf.fqn, nbytes, layout.group, layout.replicas))
-    writer = shards.choose_writers(known)
-    out = [leaf for leaf in shared if writer[leaf.fqn] == rank]
-    for leaf, layout in distributed:
-        if writer[leaf.fqn] == layout.replica:
+    out = [leaf for leaf in shared if writers[leaf.fqn] == rank]
+    for leaf, held in distributed:
+        if writers[leaf.fqn] == held.replica:
             out += [
                 replace(leaf, tensor=shards.local_part(leaf.tensor, piece.local), offset=piece.box.offset)
-                for piece in layout.pieces
+                for piece in held.pieces
             ]
             if not math.prod(leaf.global_shape or ()):  # nobody holds a piece, and it must be listed
                 out.append(replace(leaf, tensor=leaf.tensor.new_empty(leaf.global_shape or ())))
     return out
+
+
+def _described(known: list[shards.Replicated], leaves: list[Leaf], writers: Mapping[str, int]) -> list[TensorEntry]:
+    """All tensors of the job, and where each is."""
+    return [
+        TensorEntry(leaf.path, leaf.dtype, leaf.global_shape or leaf.shape, each.layout, writers[leaf.fqn])
+        for each, leaf in zip(known, leaves, strict=True)
+    ]
 
 
 def _of_one_rank(
@@ -137,7 +157,7 @@ def _of_one_rank(
     return replaced(tree, aliases) if aliases else tree, leaves
 
 
-def _replicated(tree: Any, shared: list[Leaf], distributed: list[tuple[Leaf, shards.Layout]]) -> list[tuple[str, int]]:
+def _replicated(tree: Any, shared: list[Leaf], distributed: list[tuple[Leaf, Held]]) -> list[tuple[str, int]]:
     """What every rank should have alike, by FQN. Containers count by their leaves."""
     # Of distributed tensors too: a rank that has other ones than rank 0 would not find them in the tree, which is rank 0's.
     stored = {leaf.fqn: f"{leaf.dtype} {leaf.global_shape} distributed" for leaf, _ in distributed}
@@ -162,7 +182,7 @@ class _Walk:
     def __init__(self, pickle: bool) -> None:
         self.pickle = pickle
         self.leaves: list[Leaf] = []
-        self.distributed: list[tuple[Leaf, shards.Layout]] = []
+        self.distributed: list[tuple[Leaf, Held]] = []
         self.tied: dict[Any, str] = {}  # what tells one distributed tensor from another → its first FQN
         self.open: set[int] = set()  # containers and objects that we are inside of
         self.fqns: set[str] = set()
@@ -255,16 +275,16 @@ class _Walk:
 
     def _distributed(self, value: Any, path: Path) -> TensorLeaf:
         fqn = self._name(path)
-        layout = shards.layout_of(value, fqn)
+        held = shards.layout_of(value, fqn)
         local = value.to_local().detach()
         _refuse_what_has_no_plain_bytes(local, fqn)
         name = dtype_name(value.dtype, fqn)
-        ends = [tuple(map(sum, zip(p.local.offset, p.local.shape, strict=True))) for p in layout.pieces]
-        held = tuple(map(max, zip(*ends, strict=True))) if value.ndim and ends else tuple(local.shape)
-        if tuple(local.shape) != held or (not ends and local.numel()):
+        ends = [tuple(map(sum, zip(p.local.offset, p.local.shape, strict=True))) for p in held.pieces]
+        size = tuple(map(max, zip(*ends, strict=True))) if value.ndim and ends else tuple(local.shape)
+        if tuple(local.shape) != size or (not ends and local.numel()):
             raise UnsupportedTypeError(
                 f"{fqn}: the local tensor of this DTensor has the shape {tuple(local.shape)}, its placements "
-                f"{value.placements} give this rank {held}: was it made by from_local() without its global shape?",
+                f"{value.placements} give this rank {size}: was it made by from_local() without its global shape?",
                 fqn=fqn,
             )
         leaf = Leaf(path, fqn, local, name, False, tuple(value.shape), (0,) * value.ndim)
@@ -272,9 +292,9 @@ class _Walk:
         window = (
             local.untyped_storage()._cdata, local.storage_offset(), local.stride(), name, local.is_conj(), local.is_neg()
         )  # fmt: skip
-        tied = self.tied.setdefault((*window, leaf.global_shape, value.placements, layout.group), fqn)
+        tied = self.tied.setdefault((*window, leaf.global_shape, held.layout), fqn)
         if tied == fqn:
-            self.distributed.append((leaf, layout))
+            self.distributed.append((leaf, held))
         return TensorLeaf(tied)
 
     def _name(self, path: Path) -> str:

@@ -12,8 +12,9 @@ from support.log_writer import commit, session
 from objckpt.config import StoreOptions
 from objckpt.errors import WriterFencedError
 from objckpt.format import keys
-from objckpt.format.index import ChunkTable, Index
+from objckpt.format.index import Index
 from objckpt.format.records import Commit
+from objckpt.format.tables import ChunkTable
 from objckpt.log import Log, append, read_log
 from objckpt.save.commit import LogWriter, Sizes
 from objckpt.store import Store, open_store

@@ -231,7 +231,7 @@ def fail(*args: Any, **kwargs: Any) -> Any:
 
 def die(rank: int, size: int, url: str, victim: int) -> Any:
     """A checkpoint; then a rank and its uploader are killed in the middle of the next one."""
-    ckpt = checkpointer(url, uploader="process", rank_deadline_s=3.0)
+    ckpt = checkpointer(url, uploader="process", rank_deadline_s=6.0)
     state = {
         "w": torch.ones(3),
         "own": distribute_tensor(torch.ones(size, 1 << 22), init_device_mesh("cpu", (size,)), [Shard(0)]),

@@ -85,3 +85,13 @@ def test_benchmark_in_small(script, options, figure, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(found.read_text())["results"][figure]
     assert "cores" in done.stdout and figure in done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_simulated_ranks_read_the_indexes_that_they_need():
+    command = [sys.executable, str(TOOLS / "simulate_scale.py"), "--ranks", "64", "--tensors", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split("indexes_read ")[1].split()[0] for line in lines if "plan" in line] == ["2", "4", "5"]
+    assert "manifest_bytes 2," in lines[0]

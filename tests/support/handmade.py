@@ -12,8 +12,9 @@ import numpy as np
 
 from objckpt.format import checksums, keys, values
 from objckpt.format.fqn import to_fqn
-from objckpt.format.index import ChunkTable, Index, ShardEntry
+from objckpt.format.index import Index
 from objckpt.format.records import Commit
+from objckpt.format.tables import ChunkTable, ShardEntry
 from objckpt.store import Store
 
 SESSION = "0" * 26

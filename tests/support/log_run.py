@@ -6,8 +6,9 @@ run = Run(store); first = run.save(1); run.save(2, first.seq); lost = run.upload
 from __future__ import annotations
 
 from objckpt.format import keys
-from objckpt.format.index import ChunkTable, Index
+from objckpt.format.index import Index
 from objckpt.format.records import Commit
+from objckpt.format.tables import ChunkTable
 from objckpt.save.commit import LogWriter, Sizes, index_object
 from objckpt.store import Store
 

@@ -6,8 +6,9 @@ by = writer(store); first = commit(by, 1); commit(by, 2, first.seq)
 from __future__ import annotations
 
 from objckpt.format import keys
-from objckpt.format.index import ChunkTable, Index
+from objckpt.format.index import Index
 from objckpt.format.records import Commit
+from objckpt.format.tables import ChunkTable
 from objckpt.save.commit import LogWriter, Sizes
 from objckpt.store import Store
 

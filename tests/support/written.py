@@ -15,8 +15,9 @@ from support.memory_store import MemoryBucket, MemoryStore
 
 from objckpt.config import StoreOptions
 from objckpt.format import checksums, codecs, keys, values
-from objckpt.format.index import ChunkTable, Index, ShardEntry
+from objckpt.format.index import Index
 from objckpt.format.records import Commit
+from objckpt.format.tables import ChunkTable, ShardEntry
 from objckpt.geometry import Box
 from objckpt.restore import Checkpoint, open_checkpoint
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from objckpt.errors import FormatError
 from objckpt.format import keys, values, wire
-from objckpt.format.index import ChunkTable, Index, ShardEntry
+from objckpt.format.index import Index
+from objckpt.format.tables import ChunkTable, ShardEntry, TensorEntry
+from objckpt.geometry import Layout
 
 ATTEMPT = keys.attempt(7, "0" * 26, 1)
 
@@ -53,13 +55,12 @@ def shard(**changes: object) -> Index:
         (shard(shape=(5, 4)), "leaves the global shape"),
         (shard(offset=(1, 0)), "leaves the global shape"),
         (shard(shape=(2**40, 2**40), global_shape=(2**40, 2**40)), "chunks hold"),
-        (shard(shape=(-4, -4)), "negative"),
-        (shard(dtype="float99"), "unknown dtype"),
-        (shard(digest=b"short"), "shards"),
-        (shard(digest=-1), "malformed shard"),
+        (shard(shape=(-4, -4)), "leaves the global shape"),
+        (shard(offset=(2**63 - 1, 0)), "leaves the global shape"),
+        (shard(global_shape=(-4, 4)), "negative"),
         (shard(chunk_count=3), "chunks are missing"),
         (shard(path=()), "no path"),
-        (shard(path=("x" * 5000,)), "malformed shard"),
+        (shard(path=("x" * 5000,)), "too long"),
         (make(packs=[("../../etc/passwd", 64)]), "pack list"),
         (make(packs=[(keys.pack(ATTEMPT, 0, 0), 63)]), "beyond its pack"),
         (make(packs=[]), "unknown pack"),
@@ -104,3 +105,52 @@ def test_offsets_do_not_wrap() -> None:
 def test_unknown_fields_are_ignored() -> None:
     body = wire.unseal(wire.MAGIC_INDEX, 1, make().encode(), "x") | {"later": 1}
     assert Index.decode(wire.seal(wire.MAGIC_INDEX, 1, body)).step == 7
+
+
+LAYOUT = Layout((0, 1, 2, 3), (2, 2), (None, (0, 1)))
+
+
+def test_where_tensors_are_is_kept_and_known_tables_are_shared() -> None:
+    known = [TensorEntry(("model", "w"), "float32", (4, 4), LAYOUT, 1), TensorEntry(("far",), "int8", (9,), LAYOUT)]
+    data = make(tensors=known).encode()
+    seen: dict[bytes, object] = {}
+    first, second = (Index.decode(data, "index", seen) for _ in range(2))
+    assert list(first.tensors)[:2] == known and [entry.fqn for entry in first.tensors] == ["model/w", "far", "e"]
+    assert first.tensors is second.tensors and first.replicated is second.replicated
+    assert first.encode() == data
+
+
+def changed(**fields: object) -> bytes:
+    body = wire.unseal(wire.MAGIC_INDEX, 1, make().encode(), "x")
+    return wire.seal(wire.MAGIC_INDEX, 1, body | fields)
+
+
+def tensors(layouts: list[object], *row: object) -> bytes:
+    default = (values.pack(("e",)), "int8", [4], 0, 0)
+    return wire.pack({"layouts": layouts, "tensors": [[*row, *default[len(row) :]]]})
+
+
+RANKS = np.arange(4, dtype="<u4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (changed(tensors=tensors([], values.pack(("e",)), "float99")), "unknown dtype"),
+        (changed(tensors=tensors([], values.pack(("e",)), "int8", [4], 0)), "malformed layout"),
+        (changed(tensors=tensors([[RANKS, [2, 2], [None, [1, 1]]]])), "does not fit its shape"),
+        (changed(tensors=tensors([[RANKS, [4], [None]]], values.pack(("e",)), "int8", [4], 0, 4)), "does not fit"),
+        (changed(tensors=tensors([[RANKS, [2, 3], [None, [0, 1]]]])), "malformed layout"),
+        (changed(tensors=tensors([[RANKS[:-1], [4], [None]]])), "malformed layout"),
+        (changed(tensors=tensors([[RANKS, [4], [[0, 2**40]]]])), "malformed layout"),
+        (changed(tensors=tensors([[RANKS, [4], [[0, 0]]]])), "malformed layout"),
+        (changed(tensors=tensors([[np.zeros(100_000, "<u4").tobytes(), [10**5], [[0, 1000]]]])), "malformed layout"),
+        (changed(tensors=b"\x90"), "malformed table"),
+        (changed(shard_count=1), "shard table"),
+        (changed(shard_count=2**32), "shard table"),
+        (changed(tensors=tensors([], values.pack(("model", "w")), "float32", [4, 4], None)), "unknown tensor"),
+    ],
+)
+def test_a_table_that_does_not_hold_together_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        Index.decode(data)

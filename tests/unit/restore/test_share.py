@@ -115,7 +115,7 @@ def restored(
         for target, _ in rest:
             filler.add_box(checkpoint.tensors["w"], target, boxes[id(target)])
         filler.run()
-        sharing.run()
+        sharing.run(checkpoint)
 
     assert Job(len(wanted)).run(work) == [None] * len(wanted)
     return targets, Counting.got
@@ -176,7 +176,7 @@ def test_a_reader_that_fails_fails_all_and_nobody_hangs(monkeypatch: pytest.Monk
             mine.get_into = fail  # type: ignore[method-assign]
         sharing = Sharing(rank, mine, checkpoint)
         assert sharing.take([(torch.zeros(12, 10, dtype=torch.int64), TensorLeaf("w"))]) == []
-        sharing.run()
+        sharing.run(checkpoint)
 
     found = Job(3).run(work)
     assert isinstance(found[1], ConnectError)

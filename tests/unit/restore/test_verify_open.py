@@ -94,7 +94,7 @@ def test_verify_finds_nothing_and_then_everything() -> None:
 def test_verify_checks_the_digest_of_the_shard() -> None:
     store, checkpoint = write({"w": torch.rand(3000)})
     index = checkpoint.indexes[0]
-    index.shards[0] = replace(index.shards[0], digest=12345)
+    index.shards = [replace(index.shards[0], digest=12345)]
     assert "digest of its raw bytes" in verify(store, checkpoint)[0].message
 
 

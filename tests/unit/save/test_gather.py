@@ -11,8 +11,9 @@ import pytest
 from support.memory_store import MemoryBucket, MemoryStore
 
 from objckpt.errors import ConnectError, SaveError, StoreError, WriterFencedError
-from objckpt.format import checksums, keys
-from objckpt.format.index import ChunkTable, Index, ShardEntry
+from objckpt.format import checksums, keys, wire
+from objckpt.format.index import Index
+from objckpt.format.tables import ChunkTable, ShardEntry
 from objckpt.log import read_log
 from objckpt.save import gather
 from objckpt.save.commit import LogWriter, Sizes, index_object
@@ -26,7 +27,16 @@ LONG_S = 60.0
 def index(rank: int, replicated: list[tuple[str, int]] = SAME, size: int = 3) -> Index:
     packs = [(keys.pack(ATTEMPT, rank, 0), 100 + rank)]
     return Index(
-        7, ATTEMPT, rank, size, packs, [], ChunkTable.from_rows([]), ["raw"], b"\x80" if not rank else None, replicated
+        7,
+        ATTEMPT,
+        rank,
+        size,
+        packs,
+        [],
+        ChunkTable.from_rows([]),
+        ["raw"],
+        b"\x80" if not rank else None,
+        wire.pack([list(row) for row in replicated]),
     )
 
 

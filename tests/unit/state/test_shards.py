@@ -20,7 +20,7 @@ from objckpt.errors import UnsupportedTypeError, UsageError
 from objckpt.format.values import TensorLeaf
 from objckpt.geometry import Box
 from objckpt.state.flatten import Flat, flatten
-from objckpt.state.shards import SMALL_BYTES, layout_of, local_part, pieces
+from objckpt.state.shards import SMALL_BYTES, layout_from, layout_of, local_part
 
 LARGE = SMALL_BYTES // 4 * 4  # elements of fp32: above the limit
 
@@ -182,9 +182,9 @@ def test_the_layout_tells_replicas_apart():
     for rank in range(8):
         with rank_of(rank, 8):
             mesh = init_device_mesh("cpu", (2, 2, 2))
-            layout = layout_of(distribute(torch.ones(4, 4), mesh, [Replicate(), Shard(0), Replicate()]), "w")
-            seen.append((layout.replica, layout.pieces[0].box.offset))
-            assert (layout.replicas, layout.shards) == (4, 2)
+            held = layout_of(distribute(torch.ones(4, 4), mesh, [Replicate(), Shard(0), Replicate()]), "w")
+            seen.append((held.replica, held.pieces[0].box.offset))
+            assert held.layout.replicas == 4 and held.layout.same == (0, 2)
     assert seen == [(r, o) for r0 in (0, 2) for o in ((0, 0), (2, 0)) for r in (r0, r0 + 1)]
 
 
@@ -213,8 +213,8 @@ def test_per_rank_refusals():
 
 
 def test_no_piece_is_empty():
-    assert pieces((0,), (1,), (0,), [Replicate()]) == []
-    assert pieces((1,), (2,), (1,), [Shard(0)]) == []
+    assert layout_from([0], (1,), [Replicate()], 1).pieces((0,), (0,)) == []
+    assert layout_from([0, 1], (2,), [Shard(0)], 1).pieces((1,), (1,)) == []
 
 
 def test_a_job_without_dtensors_does_not_load_their_module():
