@@ -75,7 +75,7 @@ class Index:
         )
 
     @classmethod
-    def decode(cls, data: bytes, what: str = "index", known: dict[bytes, Any] | None = None) -> Index:
+    def decode(cls, data: bytes, what: str = "index", known: dict[Any, Any] | None = None) -> Index:
         """FormatError unless every field has its type, every shard its bytes, and every chunk lies inside its pack.
 
         known: what indexes of one checkpoint have alike, kept from one to the next; give the same dict for all of them.
@@ -85,9 +85,9 @@ class Index:
         packs = [(key, size) for key, size in f.rows("packs", str, int)]
         codecs: list[str] = f.get("codecs", list)
         listed, alike = f.blob("tensors"), f.blob("replicated")
-        tensors: TensorTable | None = known.get(listed)
+        tensors: TensorTable | None = known.get(("tensors", listed))
         if tensors is None:
-            tensors = known[listed] = TensorTable.decode(listed, what)
+            tensors = known["tensors", listed] = TensorTable.decode(listed, what)
         index = cls(
             step=f.integer("step", 0, limits.MAX_STEP),
             attempt=f.text("attempt"),
@@ -98,7 +98,7 @@ class Index:
             chunks=ChunkTable.decode(f.blob("chunks"), f.integer("chunk_count", 0, 2**32), what),
             codecs=codecs,
             tree=f.get("tree", bytes, type(None)),
-            replicated=known.setdefault(b"replicated" + alike, alike),
+            replicated=known.setdefault(("replicated", alike), alike),
             tensors=tensors.entries,
         )
         _check(index, shards, what)

@@ -160,7 +160,7 @@ def opened_whole(store: Store, checkpoint: Checkpoint) -> Checkpoint:
 def _read_indexes(store: Store, commit: Commit, ranks: Collection[int], have: Sequence[Index]) -> list[Index]:
     """Those of `ranks`, in the order of ranks; `have` are not read again."""
     found = {index.rank: index for index in have}
-    known: dict[bytes, Any] = {}
+    known: dict[Any, Any] = {}
     missing = [rank for rank in sorted(ranks) if rank not in found]
     if missing:
         with ThreadPoolExecutor(min(_READERS, len(missing)), "objckpt-index") as pool:
@@ -191,7 +191,7 @@ def _tree(indexes: Sequence[Index], commit: Commit) -> dict[Any, Any]:
     return whole
 
 
-def _read_index(store: Store, commit: Commit, rank: int, known: dict[bytes, Any]) -> Index:
+def _read_index(store: Store, commit: Commit, rank: int, known: dict[Any, Any]) -> Index:
     digest, size = commit.ranks[rank]
     key = commit.index_key(rank)
     try:

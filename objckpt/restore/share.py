@@ -165,8 +165,8 @@ class Sharing:
         stored, wanted = self.checkpoint.tensors[fqn], self._wanted[fqn].boxes
         most = _WORTH_IT * math.prod(stored.shape)
         total = int(wanted.elements.sum())
-        if total > most:
-            return True
+        if total > most or not total:
+            return total > 0
         cut = _stored_boxes(stored)
         if all((boxes.shape[:, 1:] == stored.shape[1:]).all() for boxes in (wanted, cut)):
             return False  # whole rows: a rank fetches what it wants

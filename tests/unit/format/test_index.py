@@ -113,7 +113,7 @@ LAYOUT = Layout((0, 1, 2, 3), (2, 2), (None, (0, 1)))
 def test_where_tensors_are_is_kept_and_known_tables_are_shared() -> None:
     known = [TensorEntry(("model", "w"), "float32", (4, 4), LAYOUT, 1), TensorEntry(("far",), "int8", (9,), LAYOUT)]
     data = make(tensors=known).encode()
-    seen: dict[bytes, object] = {}
+    seen: dict[object, object] = {}
     first, second = (Index.decode(data, "index", seen) for _ in range(2))
     assert list(first.tensors)[:2] == known and [entry.fqn for entry in first.tensors] == ["model/w", "far", "e"]
     assert first.tensors is second.tensors and first.replicated is second.replicated
@@ -154,3 +154,11 @@ RANKS = np.arange(4, dtype="<u4").tobytes()
 def test_a_table_that_does_not_hold_together_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         Index.decode(data)
+
+
+def test_what_is_known_of_one_field_is_not_taken_for_another() -> None:
+    seen: dict[object, object] = {}
+    Index.decode(make(replicated=wire.pack([["w", 1]])).encode(), "first", seen)
+    for data in list(seen):
+        with pytest.raises(FormatError):
+            Index.decode(changed(tensors=data[1] if data[0] == "replicated" else b""), "second", seen)  # type: ignore[index]
