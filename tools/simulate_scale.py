@@ -30,7 +30,7 @@ from objckpt.format.index import Index
 from objckpt.format.records import Commit
 from objckpt.format.tables import ChunkTable, ShardEntry, TensorEntry
 from objckpt.geometry import Box, Layout
-from objckpt.restore.open import open_checkpoint, opened_for
+from objckpt.restore.open import Checkpoint, open_checkpoint, opened_for
 from objckpt.restore.plan import ChunkRead, Region, box_runs, chunks_for, coalesce, overlaps
 from objckpt.save import gather
 from objckpt.save.encode import CODECS
@@ -168,22 +168,87 @@ def planning(ranks: int, count: int, onto: int, dim: int) -> dict[str, Any]:
         cut = target if dim < len(stored.shape) else Layout(target.ranks, target.mesh, ((0, 1),))
         wanted[fqn] = [piece.box for piece in cut.pieces(stored.shape, (rank,))]
     checkpoint = opened_for(store, checkpoint, wanted)  # type: ignore[arg-type]
+    return planned(f"plan of one rank: {ranks} onto {onto}" + ("" if dim == 0 else f", Shard({dim})"),
+        checkpoint, wanted, store, began_s, before)  # fmt: skip
+
+
+def planned(
+    case: str, checkpoint: Checkpoint, wanted: dict[str, list[Box]], store: Simulated, began_s: float, before: int
+) -> dict[str, Any]:
+    """The rest of a plan, from boxes to requests, and what all of it took."""
     chunks: list[ChunkRead] = []
     for fqn, boxes in wanted.items():
         for box in boxes:
             for shard, part in overlaps(checkpoint.tensors[fqn], box):
                 chunks += chunks_for(shard, box_runs(shard, part), Region(fqn, None))
     requests = coalesce(chunks)
-    took_s = time.process_time() - began_s - store.made_s
     return {
-        "case": f"plan of one rank: {ranks} onto {onto}" + ("" if dim == 0 else f", Shard({dim})"),
-        "seconds": took_s,
+        "case": case,
+        "seconds": time.process_time() - began_s - store.made_s,
         "peak_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000,
         "indexes_read": store.requests,
         "index_bytes": store.got_bytes,
         "chunks": len(chunks),
         "requests": len(requests),
     }
+
+
+class Alike:
+    """The group of a job whose other ranks say what this one says."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def together(self, work: Any) -> Any:
+        return work()
+
+
+def sharing(ranks: int, count: int, onto: int, dim: int) -> dict[str, Any]:
+    """The same for a job of `onto` ranks that reads each byte once; dim -1: every rank wants all. Targets are DTensors of torch's
+    own fake process group, whose memory is never touched."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from objckpt.restore.place import boxes_of
+    from objckpt.restore.share import Sharing
+    from objckpt.state.shards import layout_of
+
+    store, rank = Simulated(ranks, count), 0  # which decides for all what is shared
+    signature = index_of(0, ranks, count).signature
+    dist.init_process_group("fake", rank=rank, world_size=onto, store=FakeStore())
+    mesh = init_device_mesh("cpu", (onto,))
+    fills = []
+    for entry in tensors(ranks, count):
+        shape = list(entry.shape)
+        if dim >= 0:
+            cut = min(dim, len(shape) - 1)
+            shape[cut] = len(range(shape[cut])[rank * -(-shape[cut] // onto) :][: -(-shape[cut] // onto)])
+        target = torch.empty(shape, dtype=torch.bfloat16)
+        if dim >= 0:
+            strides = torch.empty(entry.shape, device="meta").stride()
+            target = DTensor.from_local(
+                target, mesh, [Shard(cut)], run_check=False, shape=torch.Size(entry.shape), stride=strides
+            )
+            layout_of(target, entry.fqn)  # first use of torch's own code
+        fills.append((target, values.TensorLeaf(entry.fqn)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began_s = time.process_time()
+    commit = commit_of(Digests(store), ranks, signature)
+    checkpoint = open_checkpoint(store, commit, ranks={rank})  # type: ignore[arg-type]
+    shared = Sharing(Alike(rank, onto), store, checkpoint)  # type: ignore[arg-type]
+    rest = shared.take(fills)
+    wanted: dict[str, list[Box]] = {leaf.fqn: boxes_of(checkpoint, leaf, target) for target, leaf in rest}
+    for fqn, boxes in shared.wanted().items():
+        wanted.setdefault(fqn, []).extend(boxes)
+    checkpoint = opened_for(store, checkpoint, wanted)  # type: ignore[arg-type]
+    return planned(f"shared plan of one rank: {ranks} onto {onto}" + (f", Shard({dim})" if dim >= 0 else ", replicas"),
+        checkpoint, wanted, store, began_s, before)  # fmt: skip
 
 
 def main() -> None:
@@ -195,11 +260,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.case:
         kind, *numbers = json.loads(args.case)
-        print(json.dumps({"commit": committing, "plan": planning}[kind](*numbers)))
+        print(json.dumps({"commit": committing, "plan": planning, "sharing": sharing}[kind](*numbers)))
         return
     for ranks in args.ranks:
         cases: list[list[Any]] = [["commit", ranks, args.tensors]]
         cases += [["plan", ranks, args.tensors, onto, 0] for onto in (ranks, ranks // 2, ranks * 3 // 4)]
+        cases += [["sharing", ranks, args.tensors, ranks, dim] for dim in (1, -1)]
         cases += [["plan", ranks, args.tensors, ranks, 1]] if args.columns else []
         for case in cases:
             command = [sys.executable, __file__, "--case", json.dumps(case)]

@@ -1,14 +1,14 @@
 """Reading once for a whole job: what several ranks want is fetched by one of them, which passes the pieces on.
 
 That is so for replicas (DDP, HSDP), and when a layout changes across the stored rows: a chunk is verified whole, so each
-rank would fetch nearly all chunks for its columns. Who reads what follows from the indexes and from the boxes that the
-ranks want, the same everywhere; after one exchange of those, only tensor bytes travel. In rounds of bounded size.
+rank would fetch nearly all chunks for its columns. Who reads what follows from rank 0's index and from the boxes that the
+ranks want, the same everywhere; a rank reads what its like have written, and so needs few indexes. Then only tensor bytes
+travel, in rounds of bounded size.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from objckpt import limits
 from objckpt.events import Progress, ignore
 from objckpt.format.index import PER_RANK
 from objckpt.format.values import TensorLeaf
@@ -31,10 +32,10 @@ from objckpt.store import Store
 
 T = TypeVar("T")
 Fill = tuple[torch.Tensor, TensorLeaf]
-ROUND_BYTES = 256 * 1024 * 1024  # of all ranks together; a rank holds at most as much to send, and as much to place
+ROUND_BYTES = 256 * 1024 * 1024  # about as much a rank reads, and about as much it takes, in one round
 UNIT_BYTES = 64 * 1024 * 1024  # read by one rank at a time; cut at rows, so a chunk at each border is read twice
 _LEAST_UNIT_BYTES = 4 * 1024 * 1024
-_TRIED = 64  # boxes of a tensor from which its cost is estimated
+_TRIED = 16  # boxes of a tensor from which its cost is estimated
 _WORTH_IT = 1.05  # more bytes than this multiple of the tensor are wanted: then it is shared
 
 
@@ -58,21 +59,39 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
-    """A box of a stored tensor, in global elements, that `reader` fetches for all."""
-
-    fqn: str
-    box: Box
-    nbytes: int
-    reader: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What all ranks want of one tensor: boxes, and of each the rank; those of one rank in the order of its targets."""
+class _Held:
+    """Boxes of one tensor, in global elements, and the rank that wrote each, or that wants it. Those that a rank wants are in
+    the order of its targets."""
 
     ranks: Integers
     boxes: Boxes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unit:
+    """A box of a stored tensor that this rank reads for all."""
+
+    stored: StoredTensor
+    box: Box
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Target:
+    """Memory of this rank that takes a box of a stored tensor, and what it has in common with the tensor's units."""
+
+    tensor: torch.Tensor
+    stored: StoredTensor
+    box: Box
+    common: Boxes
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What this rank does in one round. `taken` has of each piece that it gets: reader, target, row of `common`; the pieces of
+    one reader are in the order in which that one packs them."""
+
+    reads: list[_Unit]
+    taken: Integers
 
 
 class Sharing:
@@ -84,8 +103,10 @@ class Sharing:
     def __init__(self, ranks: Ranks, store: Store, checkpoint: Checkpoint, progress: Progress = ignore) -> None:
         self.ranks, self.store, self.checkpoint, self.progress = ranks, store, checkpoint, progress
         self._targets: dict[str, list[tuple[torch.Tensor, Box]]] = {}
-        self._wanted: dict[str, _Wanted] = {}
-        self._rounds: list[list[_Unit]] = []
+        self._wanted: dict[str, _Held] = {}
+        self._layouts: dict[str, list[Layout]] = {}  # that `_wanted` follows from, where it does
+        self._taking: list[_Target] = []
+        self._rounds: list[_Round] = []
 
     def take(self, fills: Sequence[Fill]) -> list[Fill]:
         """Plan; returns the fills that are left to be fetched by this rank alone. A collective."""
@@ -103,8 +124,7 @@ class Sharing:
         self._agree(layouts)
         if any(here.tensors[fqn].entry.layout is None for fqn in self._wanted):  # the same answer on all ranks
             self.checkpoint = self.ranks.together(self._whole)
-        names = sorted(self._wanted) if self.ranks.rank == 0 else []
-        shared = self.ranks.gather([fqn for fqn in names if self._worth(fqn)])[0]
+        shared = self.ranks.gather(self._all_worth() if self.ranks.rank == 0 else [])[0]
         self._plan(shared)
         gone = set(shared)
         return [(target, leaf) for target, leaf in fills if _alone(leaf) or leaf.fqn not in gone]
@@ -112,21 +132,22 @@ class Sharing:
     def wanted(self) -> dict[str, list[Box]]:
         """What this rank will read for all, by FQN."""
         out: dict[str, list[Box]] = {}
-        for unit in itertools.chain(*self._rounds):
-            if unit.reader == self.ranks.rank:
-                out.setdefault(unit.fqn, []).append(unit.box)
+        for each in self._rounds:
+            for unit in each.reads:
+                out.setdefault(unit.stored.fqn, []).append(unit.box)
         return out
 
     def run(self, checkpoint: Checkpoint) -> None:
         """Fetch and pass on, round by round. A collective; blocks."""
         self.checkpoint = checkpoint
-        for units in self._rounds:
-            own = [unit for unit in units if unit.reader == self.ranks.rank]
-            out, into = self.ranks.together(lambda own=own, units=units: self._pack(units, self._read(own)))  # type: ignore[misc]
-            self.ranks.exchange({r: b for r, b in out.items() if r != self.ranks.rank}, into)
-            into |= {r: b for r, b in out.items() if r == self.ranks.rank}
+        for this in self._rounds:
+            out, into = self.ranks.together(lambda this=this: self._pack(this, self._read(this.reads)))  # type: ignore[misc]
+            own = out.pop(self.ranks.rank, None)
+            self.ranks.exchange(out, into)
+            if own is not None:
+                into[self.ranks.rank] = own
             del out
-            self.ranks.together(lambda into=into, units=units: self._place(units, into))  # type: ignore[misc]
+            self.ranks.together(lambda into=into, this=this: self._place(this, into))  # type: ignore[misc]
 
     def _layout(self, target: torch.Tensor, fqn: str) -> Layout:
         if is_distributed(target):
@@ -138,8 +159,9 @@ class Sharing:
 
     def _agree(self, layouts: dict[str, list[Layout]]) -> None:
         """Find out what every rank wants. Where all have the same layouts, as ranks of one program do, these tell it."""
-        told = sorted((fqn, [(each.ranks, each.mesh, each.cuts) for each in found]) for fqn, found in layouts.items())
-        mine = hashlib.sha256(repr(told).encode()).hexdigest()
+        numbers: dict[Layout, int] = {}
+        told = [(fqn, [numbers.setdefault(each, len(numbers)) for each in layouts[fqn]]) for fqn in sorted(layouts)]
+        mine = hashlib.sha256(repr((told, list(numbers))).encode()).hexdigest()
         found = {fqn: self._by_layout(fqn, each) for fqn, each in layouts.items()}
         own = {fqn: [box for _, box in parts] for fqn, parts in self._targets.items()}
         for fqn, wanted in found.items():
@@ -147,18 +169,32 @@ class Sharing:
             if [wanted.boxes[row] for row in rows] != own[fqn]:
                 mine = f"rank {self.ranks.rank}"  # equal to nobody's
         if len(set(self.ranks.gather(mine))) == 1:
-            self._wanted = found
+            self._wanted, self._layouts = found, layouts
             return
         every = self.ranks.gather({fqn: [(b.offset, b.shape) for b in boxes] for fqn, boxes in own.items()})
         for fqn in sorted(set().union(*every)):
             listed = [(rank, Box(*box)) for rank, each in enumerate(every) for box in each.get(fqn, ())]
             boxes = Boxes.of([box for _, box in listed], len(self.checkpoint.tensors[fqn].shape))
-            self._wanted[fqn] = _Wanted(np.array([rank for rank, _ in listed], np.int64), boxes)
+            self._wanted[fqn] = _Held(np.array([rank for rank, _ in listed], np.int64), boxes)
 
-    def _by_layout(self, fqn: str, layouts: Sequence[Layout]) -> _Wanted:
+    def _by_layout(self, fqn: str, layouts: Sequence[Layout]) -> _Held:
         parts = [each.boxes(self.checkpoint.tensors[fqn].shape) for each in layouts]
         boxes = Boxes(*(np.concatenate([getattr(b, name) for _, b in parts]) for name in ("offset", "shape")))
-        return _Wanted(np.concatenate([ranks for ranks, _ in parts]), boxes)
+        return _Held(np.concatenate([ranks for ranks, _ in parts]), boxes)
+
+    def _all_worth(self) -> list[str]:
+        known: dict[Any, bool] = {}  # many tensors are of few kinds
+        out = []
+        for fqn in sorted(self._wanted):
+            entry = self.checkpoint.tensors[fqn].entry
+            kind: Any = fqn
+            if entry.layout is not None and fqn in self._layouts:
+                kind = (entry.shape, entry.dtype, entry.layout, entry.replica, *self._layouts[fqn])
+            if kind not in known:
+                known[kind] = self._worth(fqn)
+            if known[kind]:
+                out.append(fqn)
+        return out
 
     def _worth(self, fqn: str) -> bool:
         """Whether the ranks, each for itself, would fetch more of a tensor than it has."""
@@ -167,84 +203,96 @@ class Sharing:
         total = int(wanted.elements.sum())
         if total > most or not total:
             return total > 0
-        cut = _stored_boxes(stored)
+        cut = _written(stored).boxes
         if all((boxes.shape[:, 1:] == stored.shape[1:]).all() for boxes in (wanted, cut)):
             return False  # whole rows: a rank fetches what it wants
-        # Between the first and the last byte: nearly all chunks there are fetched, unless runs are far apart.
+        # Between the first and the last byte, and the rest of their chunks: unless runs are far apart, all that is fetched.
         tried = wanted.take(np.arange(0, len(wanted), -(-len(wanted) // _TRIED)))
         strides = np.cumprod(np.concatenate((np.ones((len(cut), 1), np.int64), cut.shape[:, :0:-1]), axis=1), axis=1)[
             :, ::-1
         ]
-        spans = 0
+        held, chunk, fetched = cut.elements, limits.CHUNK_BYTES // stored.itemsize, 0
         for row in range(len(tried)):
             rows, common = cut.common(tried[row])
-            spans += int(((common.shape - 1) * strides[rows]).sum()) + len(rows)
-        return spans * total > most * int(tried.elements.sum())
+            fetched += int(np.minimum(((common.shape - 1) * strides[rows]).sum(axis=1) + chunk, held[rows]).sum())
+        return fetched * total > most * int(tried.elements.sum())
 
     def _plan(self, shared: Sequence[str]) -> None:
-        """Give each piece to the reader that has least so far, and put each reader's pieces into rounds."""
-        load = [(0, rank) for rank in range(self.ranks.size)]
-        total = 0
-        unit_bytes = max(_LEAST_UNIT_BYTES, min(UNIT_BYTES, ROUND_BYTES // self.ranks.size))
-        for fqn in shared:
-            stored = self.checkpoint.tensors[fqn]
-            cut = _stored_boxes(stored)
-            for box in (piece for row in range(len(cut)) for piece in split(cut[row], stored.itemsize, unit_bytes)):
-                if (nbytes := box.elements * stored.itemsize) == 0:
-                    continue
-                least, reader = load[0]
-                heapq.heapreplace(load, (least + nbytes, reader))
-                number, total = total // ROUND_BYTES, total + nbytes
-                while len(self._rounds) <= number:
-                    self._rounds.append([])
-                self._rounds[number].append(_Unit(fqn, box, nbytes, reader))
+        """Who reads which piece, in which round; and what this rank gets of them. A collective."""
+        if not shared:
+            return
+        size, tensors = self.ranks.size, [self.checkpoint.tensors[fqn] for fqn in shared]
+        unit_bytes = max(_LEAST_UNIT_BYTES, min(UNIT_BYTES, ROUND_BYTES // size))
+        cuts = [_cut(stored, unit_bytes) for stored in tensors]
+        nbytes = np.concatenate([c.boxes.elements * t.itemsize for c, t in zip(cuts, tensors, strict=True)])
+        reader, place = _spread(np.concatenate([c.ranks for c in cuts]), nbytes, size)
+        first = np.cumsum([0, *(len(c.boxes) for c in cuts)])
+        taken = [np.zeros((0, 3), np.int64)]  # unit, target, row of `common`
+        for number, (cut, stored) in enumerate(zip(cuts, tensors, strict=True)):
+            for tensor, box in self._targets.get(stored.fqn, ()):
+                rows, common = cut.boxes.common(box)
+                target = np.full_like(rows, len(self._taking))
+                taken.append(np.stack((first[number] + rows, target, np.arange(len(rows))), axis=1))
+                self._taking.append(_Target(tensor, stored, box, common))
+        gets = np.concatenate(taken)
+        got = np.concatenate([np.zeros(0, np.int64), *(t.common.elements * t.stored.itemsize for t in self._taking)])
+        order = np.argsort(gets[:, 0], kind="stable")  # by unit, then by target
+        gets, got = gets[order], got[order]
+        round_bytes = size * ROUND_BYTES
+        rounds = _rounds(reader, place, nbytes, round_bytes)
+        most = int(np.bincount(rounds[gets[:, 0]], got).max(initial=0.0))
+        most = max(self.ranks.gather(most))  # replicas take all that is read
+        if most > ROUND_BYTES:
+            rounds = _rounds(reader, place, nbytes, max(ROUND_BYTES, round_bytes * ROUND_BYTES // most))
+        gets = gets[np.argsort(rounds[gets[:, 0]], kind="stable")]
+        ends = np.searchsorted(rounds[gets[:, 0]], np.arange(int(rounds.max(initial=-1)) + 2))
+        gets[:, 0] = reader[gets[:, 0]]
+        self._rounds = [_Round([], gets[low:high]) for low, high in itertools.pairwise(ends)]
+        for unit in np.flatnonzero(reader == self.ranks.rank).tolist():
+            number = int(np.searchsorted(first, unit, "right")) - 1
+            box = cuts[number].boxes[unit - int(first[number])]
+            self._rounds[rounds[unit]].reads.append(_Unit(tensors[number], box))
 
     def _read(self, units: Sequence[_Unit]) -> list[torch.Tensor]:
         filler = Filler(self.store, self.checkpoint, self.progress)
         out = []
         for unit in units:
-            stored = self.checkpoint.tensors[unit.fqn]
+            stored = self.checkpoint.tensors[unit.stored.fqn]  # opened meanwhile for what is read
             out.append(new(stored, list(unit.box.shape)))
             filler.add_box(stored, out[-1], unit.box)
         filler.run()
         return out
 
     def _pack(
-        self, units: Sequence[_Unit], read: Sequence[torch.Tensor]
+        self, this: _Round, read: Sequence[torch.Tensor]
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """One buffer for each rank that wants something of what this one has read, and one for each that it gets from."""
-        me, mine = self.ranks.rank, iter(read)
+        """One buffer for each rank that wants something of what this one has read, and one for each other that it gets from."""
         pieces: dict[int, list[torch.Tensor]] = {}
-        sizes: dict[int, int] = {}
-        for unit in units:
-            wanted, itemsize = self._wanted[unit.fqn], self.checkpoint.tensors[unit.fqn].itemsize
-            if unit.reader != me:
-                common = [unit.box.intersect(box) for _, box in self._targets.get(unit.fqn, ())]
-                if nbytes := sum(box.elements for box in common if box is not None) * itemsize:
-                    sizes[unit.reader] = sizes.get(unit.reader, 0) + nbytes
-                continue
-            tensor = next(mine)
+        for unit, tensor in zip(this.reads, read, strict=True):
+            wanted = self._wanted[unit.stored.fqn]
             rows, boxes = wanted.boxes.common(unit.box)
             for n, rank in enumerate(wanted.ranks[rows].tolist()):
                 part = local_part(tensor, boxes[n].relative_to(unit.box))
                 pieces.setdefault(rank, []).append(as_bytes(part.contiguous()).reshape(-1))
+        sizes: dict[int, int] = {}
+        for reader, number, row in this.taken.tolist():
+            target = self._taking[number]
+            nbytes = math.prod(target.common.shape[row].tolist()) * target.stored.itemsize
+            sizes[reader] = sizes.get(reader, 0) + nbytes
+        sizes.pop(self.ranks.rank, None)
         out = {rank: torch.cat(parts) for rank, parts in pieces.items()}
         return out, {rank: torch.empty(size, dtype=torch.uint8) for rank, size in sizes.items()}
 
-    def _place(self, units: Sequence[_Unit], into: dict[int, torch.Tensor]) -> None:
+    def _place(self, this: _Round, into: dict[int, torch.Tensor]) -> None:
         at = dict.fromkeys(into, 0)
-        for unit in units:
-            stored = self.checkpoint.tensors[unit.fqn]
-            dtype = dtype_of(stored.dtype, unit.fqn)
-            for target, box in self._targets.get(unit.fqn, ()):
-                common = unit.box.intersect(box)
-                if common is None:
-                    continue
-                start = at[unit.reader]
-                at[unit.reader] = end = start + common.elements * stored.itemsize
-                # A buffer's piece may start anywhere, a typed view may not.
-                source = into[unit.reader][start:end].clone().view(dtype).view(common.shape)
-                copy(local_part(target, common.relative_to(box)), source)
+        for reader, number, row in this.taken.tolist():
+            target = self._taking[number]
+            common = target.common[row]
+            start = at[reader]
+            at[reader] = end = start + common.elements * target.stored.itemsize
+            # A buffer's piece may start anywhere, a typed view may not.
+            source = into[reader][start:end].clone().view(dtype_of(target.stored.dtype, target.stored.fqn))
+            copy(local_part(target.tensor, common.relative_to(target.box)), source.view(common.shape))
 
 
 def _alone(leaf: TensorLeaf) -> bool:
@@ -252,7 +300,48 @@ def _alone(leaf: TensorLeaf) -> bool:
     return leaf.view is not None or leaf.fqn.startswith(f"{PER_RANK}/")
 
 
-def _stored_boxes(stored: StoredTensor) -> Boxes:
+def _written(stored: StoredTensor) -> _Held:
     """A cut of the tensor, the same on all ranks, that follows its shards as far as rank 0's index knows them."""
     layout = stored.entry.layout
-    return stored.boxes if layout is None else layout.boxes(stored.shape, stored.entry.replica)[1]
+    if layout is not None:
+        return _Held(*layout.boxes(stored.shape, stored.entry.replica))
+    ranks = np.array([index.rank for index in stored.indexes], np.int64)
+    return _Held(ranks[stored.origins[:, 0]], stored.boxes)
+
+
+def _cut(stored: StoredTensor, unit_bytes: int) -> _Held:
+    """The same in pieces of at most `unit_bytes`, none empty."""
+    whole = _written(stored)
+    nbytes = whole.boxes.elements * stored.itemsize
+    small, large = np.flatnonzero((nbytes > 0) & (nbytes <= unit_bytes)), np.flatnonzero(nbytes > unit_bytes)
+    parts = [whole.boxes.take(small)]
+    ranks = [whole.ranks[small]]
+    for row in large.tolist():
+        pieces = [piece for piece in split(whole.boxes[row], stored.itemsize, unit_bytes) if piece.elements]
+        parts.append(Boxes.of(pieces, len(stored.shape)))
+        ranks.append(np.full(len(pieces), whole.ranks[row]))
+    return _Held(
+        np.concatenate(ranks), Boxes(*(np.concatenate([getattr(b, n) for b in parts]) for n in ("offset", "shape")))
+    )
+
+
+def _spread(writer: Integers, nbytes: Integers, size: int) -> tuple[Integers, Integers]:
+    """The reader of each unit, and the unit's place in what this one reads, in bytes.
+
+    Units in the order of the ranks that wrote them, in `size` spans of equal bytes.
+    """
+    order = np.argsort(writer, kind="stable")
+    ends = np.cumsum(nbytes[order])
+    middle = ends - (nbytes[order] + 1) // 2
+    reader, place = np.empty_like(order), np.empty_like(order)
+    reader[order], place[order] = np.divmod(middle, max(1, -(-int(ends[-1]) // size)) if len(ends) else 1)
+    return reader, place
+
+
+def _rounds(reader: Integers, place: Integers, nbytes: Integers, round_bytes: int) -> Integers:
+    """The round of each unit: readers advance alike, and about `round_bytes` are read in each."""
+    order = np.lexsort((reader, place))
+    sizes = nbytes[order]
+    out = np.empty_like(order)
+    out[order] = (np.cumsum(sizes) - sizes) // round_bytes
+    return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,11 +42,16 @@ def layout_of(tensor: Any, fqn: str) -> Held:
                 f"{fqn}: a DTensor with the placement {placement!r} holds partial sums: redistribute it to Shard or Replicate",
                 fqn=fqn,
             )
-    whole = layout_from(mesh.mesh.flatten().tolist(), mesh.shape, placements, tensor.ndim)
+    whole = layout_from(_ranks_of(mesh), mesh.shape, placements, tensor.ndim)
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh: it holds nothing
         return Held(whole, (), 0)
     return Held(whole, tuple(whole.pieces(tensor.shape, coordinate)), whole.replica_of(coordinate))
+
+
+@lru_cache(64)
+def _ranks_of(mesh: Any) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def layout_from(ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[Any], dims: int) -> Layout:

@@ -18,6 +18,7 @@ from objckpt.format.values import TensorLeaf
 from objckpt.geometry import Box, whole
 from objckpt.restore import share
 from objckpt.restore.place import Filler
+from objckpt.restore.plan import overlaps
 from objckpt.restore.share import Sharing
 
 WAIT_S = 30.0
@@ -143,6 +144,7 @@ def columns(n: int, width: int, parts: int) -> list[Box]:
 )
 def test_every_rank_gets_its_boxes(wanted: list[list[Box]], unit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(share, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(share, "_LEAST_UNIT_BYTES", unit_bytes)
     monkeypatch.setattr(share, "ROUND_BYTES", 2 * unit_bytes)
     array = np.arange(120).reshape(12, 10)
     found, got = restored(array, rows(12, 10, 3), wanted, monkeypatch)
@@ -152,6 +154,49 @@ def test_every_rank_gets_its_boxes(wanted: list[list[Box]], unit_bytes: int, mon
             np.testing.assert_array_equal(tensor.numpy(), part)
     if unit_bytes == 1 << 20:
         assert got == array.nbytes, "each byte once"
+
+
+def test_a_rank_reads_what_its_like_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many tensors each rank needs the indexes of few ranks, and all read about as much."""
+    arrays = {f"w{n}": (np.arange(480).reshape(48, 10) + n, rows(48, 10, 6)) for n in range(8)}
+    _, checkpoint = write_shards(arrays, ranks=6, chunk_bytes=64)
+    monkeypatch.setattr(share, "parts_of", lambda target, fqn: [(target, whole((48, 10)))])
+
+    def work(rank: Rank) -> tuple[set[int], int]:
+        sharing = Sharing(rank, None, checkpoint)  # type: ignore[arg-type]
+        assert sharing.take([(torch.zeros(48, 10, dtype=torch.int64), TensorLeaf(fqn)) for fqn in arrays]) == []
+        boxes = [(checkpoint.tensors[fqn], box) for fqn, found in sharing.wanted().items() for box in found]
+        read = sum(box.elements * stored.itemsize for stored, box in boxes)
+        return {s.index.rank for stored, box in boxes for s, _ in overlaps(stored, box)}, read
+
+    found = Job(3).run(work)
+    assert [ranks for ranks, _ in found] == [{0, 1}, {2, 3}, {4, 5}]
+    assert [read for _, read in found] == [8 * 480 * 8 // 3] * 3
+
+
+@pytest.mark.parametrize("wanted", [[whole((48, 10))] * 4, columns(48, 10, 4)], ids=["replicas", "columns"])
+def test_a_round_is_bounded_by_what_one_rank_takes(wanted: list[Box], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(share, "ROUND_BYTES", 960)
+    monkeypatch.setattr(share, "_LEAST_UNIT_BYTES", 80)
+    taken: list[int] = []
+    place = Sharing._place
+
+    def noted(self: Sharing, this: Any, into: dict[int, torch.Tensor]) -> None:
+        taken.append(sum(buffer.numel() for buffer in into.values()))
+        place(self, this, into)
+
+    monkeypatch.setattr(Sharing, "_place", noted)
+    array = np.arange(480).reshape(48, 10)
+    restored(array, rows(48, 10, 6), [[box] for box in wanted], monkeypatch)
+    assert sum(taken) == sum(box.elements * 8 for box in wanted)
+    assert max(taken) <= 960 + 80 * 4  # and no more than a unit of each reader
+
+
+def test_columns_of_single_rows_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of one row is one run of few bytes; but its chunk, the whole row, would be fetched by every rank."""
+    array = np.arange(120).reshape(12, 10)
+    _, got = restored(array, rows(12, 10, 12), [[box] for box in columns(12, 10, 5)], monkeypatch)
+    assert got == array.nbytes
 
 
 def test_an_unchanged_layout_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
