@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -113,6 +114,11 @@ class ChunkRead:
     uses: tuple[Use, ...]
 
     @property
+    def identity(self) -> tuple[Any, ...]:
+        """All but the uses, so that chunks sort in the order of the packs' bytes."""
+        return self.key, self.offset, self.stored, self.raw, self.crc, self.codec
+
+    @property
     def end(self) -> int:
         return self.offset + self.stored
 
@@ -177,11 +183,9 @@ def grid_runs(shard: StoredShard, grid: Sequence[range]) -> Runs:
 def chunks_for(shard: StoredShard, runs: Runs | None, region: Region) -> list[ChunkRead]:
     """The chunks of `shard` that hold bytes of `runs` (None: all of it). Counts them in `region.pending`."""
     entry, table = shard.entry, shard.index.chunks
-    rows = slice(entry.first_chunk, entry.first_chunk + entry.chunk_count)
-    raw = table.raw[rows].astype(np.int64)
-    ends = np.cumsum(raw)
-    starts = ends - raw
-    if runs is None:
+    ends = table.ends[entry.first_chunk : entry.first_chunk + entry.chunk_count + 1] - table.ends[entry.first_chunk]
+    starts, ends = ends[:-1], ends[1:]
+    if runs is None or entry.chunk_count == 1:
         needed = np.arange(entry.chunk_count)
     else:
         low = np.searchsorted(ends, runs.starts, "right")
@@ -243,11 +247,13 @@ def request_bytes(chunks: Sequence[ChunkRead], options: StoreOptions) -> int:
 def merge(chunks: Sequence[ChunkRead]) -> list[ChunkRead]:
     """The chunks in the order of the packs' bytes; one that is wanted several times appears once, with all uses."""
     out: list[ChunkRead] = []
-    for chunk in sorted(chunks, key=lambda c: (c.key, c.offset, c.stored, c.raw, c.crc)):
-        if out and replace(chunk, uses=()) == replace(out[-1], uses=()):
+    last = None
+    for same, chunk in sorted(((c.identity, c) for c in chunks), key=lambda each: each[0]):
+        if same == last:
             out[-1] = replace(chunk, uses=out[-1].uses + chunk.uses)
         else:
             out.append(chunk)
+        last = same
     return out
 
 
