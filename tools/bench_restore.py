@@ -18,13 +18,15 @@ import sys
 import time
 import zlib
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import bench_runner
-import contenders
 import measure
 from bench_runner import Target
 from measure import GB, MiB
+
+if TYPE_CHECKING:
+    import contenders  # imports torch, which only the processes that save and load need
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
@@ -49,6 +51,8 @@ def _child(job: dict[str, Any], measurement: str) -> dict[str, Any]:
 
 
 def _save(job: dict[str, Any]) -> dict[str, Any]:
+    import contenders
+
     state = contenders.make_state(job["nbytes"])
     contender = contenders.contender(job["contender"], job["endpoint"], job["url"])
     contender.save(state)
@@ -82,6 +86,8 @@ def _memory(job: dict[str, Any]) -> dict[str, Any]:
 
 def _target(job: dict[str, Any]) -> tuple[contenders.State, contenders.Contender]:
     """Touched tensors that hold something else, and who loads into them."""
+    import contenders
+
     state = contenders.make_state(job["nbytes"])
     _zero(state)
     return state, contenders.contender(job["contender"], job["endpoint"], job["url"])
@@ -93,10 +99,14 @@ def _check(state: contenders.State, job: dict[str, Any]) -> None:
 
 
 def _digests(state: contenders.State) -> list[int]:
+    import contenders
+
     return [zlib.crc32(tensor.numpy()) for tensor in contenders.tensors(state)]
 
 
 def _zero(state: contenders.State) -> None:
+    import contenders
+
     for tensor in contenders.tensors(state):
         tensor.zero_()
 

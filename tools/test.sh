@@ -5,4 +5,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/env.sh
 bash tools/check.sh
 # Most tests wait for servers, processes and signals: several workers use the time; each has servers of its own.
-exec .venv/bin/python -m pytest -n "${OBJCKPT_TEST_WORKERS:-4}" --dist loadfile "$@"
+exec .venv/bin/python -m pytest -n "${OBJCKPT_TEST_WORKERS:-3}" --dist loadfile "$@"

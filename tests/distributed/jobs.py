@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import datetime
+import functools
 import os
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,20 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.adamw import adamw
 
 from objckpt import Checkpointer, SaveOptions
-from objckpt.agent.protocol import agent_address
+from objckpt.agent import server
 from objckpt.errors import ConnectError, ObjckptError
 from objckpt.format import keys
 from objckpt.handle import SaveHandle
+from objckpt.save import gather, upload
 
 STEPS = 2
 MORE_STEPS = 3
+LONG_S = 100.0  # nobody waits so long: longer than a loaded machine may stall, and several times in one save
 
 
 class Net(nn.Module):
@@ -47,6 +51,57 @@ class Net(nn.Module):
         return self.head(self.down(torch.relu(self.up(self.norm(x)))))
 
 
+class AdamW(torch.optim.AdamW):
+    """Its steps work on what this rank holds of each tensor: the same numbers and the same state.
+
+    DTensor's dispatch of every single operation would take most of the CPU time of these tests.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            for p in given:
+                if not self.state[p]:
+                    self.state[p]["step"] = torch.tensor(0.0)
+                    self.state[p] |= {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            entries = {name: [self.state[p][name] for p in given] for name in ("exp_avg", "exp_avg_sq", "step")}
+            adamw(
+                [local(p) for p in given],
+                [local(like(p.grad, p)) for p in given],
+                [local(value) for value in entries["exp_avg"]],
+                [local(value) for value in entries["exp_avg_sq"]],
+                [],
+                entries["step"],
+                foreach=False,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def like(grad: Any, parameter: Any) -> Any:
+    """The gradient, placed as the parameter is."""
+    if not isinstance(parameter, DTensor) or grad.placements == parameter.placements:
+        return grad
+    return grad.redistribute(placements=parameter.placements)
+
+
+@functools.cache
+def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """One for all states of a job: making it communicates."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def build(layout: str, size: int, seed: int = 0) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
     """The module, what wraps it, and its optimizer."""
     torch.manual_seed(seed)
@@ -56,18 +111,18 @@ def build(layout: str, size: int, seed: int = 0) -> tuple[nn.Module, nn.Module, 
     if layout == "ddp":
         wrapped = DistributedDataParallel(net)
     elif layout == "tp":
-        parallelize_module(net, init_device_mesh("cpu", (size,)), plan)
+        parallelize_module(net, mesh(size), plan)
     elif layout == "fsdp":
-        fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
+        fully_shard(net, mesh=mesh(size))
     elif layout == "hsdp":
-        fully_shard(net, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+        fully_shard(net, mesh=mesh(2, size // 2, names=("replicate", "shard")))
     elif layout == "fsdp_tp":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
-        parallelize_module(net, mesh["tp"], plan)
-        fully_shard(net, mesh=mesh["dp"])
+        both = mesh(2, size // 2, names=("dp", "tp"))
+        parallelize_module(net, both["tp"], plan)
+        fully_shard(net, mesh=both["dp"])
     elif layout != "plain":
         raise ValueError(layout)
-    return net, wrapped, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+    return net, wrapped, AdamW(net.parameters(), lr=0.01)
 
 
 def train(wrapped: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
@@ -96,8 +151,29 @@ def contents(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 
 def checkpointer(url: str, **options: Any) -> Checkpointer:
-    given = {"rank_deadline_s": 30.0, "linger_s": 10.0, "uploader": "thread"} | options
+    """The uploader is a thread, where it is not the topic: it starts sooner, and dies with its rank."""
+    given = {"rank_deadline_s": LONG_S, "linger_s": LONG_S, "uploader": "thread"} | options
     return Checkpointer(url, options=SaveOptions(**given))
+
+
+def deadlines() -> Callable[[float], None]:
+    """Sets the deadline of this rank's saves from now on. To be called before its Checkpointer, whose uploader is a thread.
+
+    A short one is for a save that must miss it: any other would miss it, too, where the machine stalls.
+    """
+    agents: list[Any] = []
+
+    class Kept(server._Agent):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            agents.append(self)
+
+    def set_deadline(seconds: float) -> None:
+        (agent,) = agents
+        agent.options = SaveOptions(**(agent.options.to_wire() | {"rank_deadline_s": seconds}))
+
+    server._Agent = Kept  # type: ignore[misc]
+    return set_deadline
 
 
 class Loader:
@@ -126,7 +202,7 @@ def save(rank: int, size: int, urls: dict[str, str]) -> dict[str, tuple[dict[str
         ckpt = checkpointer(url)
         ckpt.save(
             STEPS, {"model": net, "optim": optimizer, "step": STEPS}, per_rank=own_state(100 + rank)
-        ).wait_committed(60)
+        ).wait_committed(LONG_S)
         ckpt.close()
         saved = contents(net, optimizer)
         out[layout] = (saved, train(wrapped, optimizer, MORE_STEPS, STEPS))
@@ -138,14 +214,14 @@ def own_state(number: int) -> dict[str, Any]:
 
 
 def restore(
-    rank: int, size: int, sources: dict[Any, str], layouts: list[str]
+    rank: int, size: int, urls: dict[Any, str], cases: dict[str, list[Any]]
 ) -> dict[Any, tuple[dict[str, torch.Tensor], list[float]]]:
-    """Restore each source into each layout; what is there afterwards, and the losses of going on."""
+    """Restore into each layout its sources; what is there afterwards, and the losses of going on."""
     out = {}
-    for source, url in sources.items():
-        for layout in layouts:
+    for layout, sources in cases.items():
+        for source in sources:
             net, wrapped, optimizer = build(layout, size, seed=1)
-            ckpt = checkpointer(url)
+            ckpt = checkpointer(urls[source])
             state = {"model": net, "optim": optimizer, "step": 0}
             assert ckpt.restore(state) == STEPS and state["step"] == STEPS
             ckpt.close()
@@ -168,7 +244,7 @@ def restore_own(rank: int, size: int, url: str) -> Any:
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-def outcome(handle: SaveHandle, timeout: float = 40.0) -> tuple[str, str]:
+def outcome(handle: SaveHandle, timeout: float = LONG_S) -> tuple[str, str]:
     """Class and text of a save's error; of a commit the class is "" and the text its step."""
     try:
         handle.wait_committed(timeout)
@@ -187,21 +263,18 @@ def attempt(work: Any) -> tuple[str, str]:
 
 def refusals(rank: int, size: int, url: str) -> dict[str, Any]:
     """Saves that must fail, and after each of them one that works."""
-    mesh = init_device_mesh("cpu", (size,))
-    good = {"w": distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]), "lr": 0.5}
+    good = {"w": distribute_tensor(torch.arange(7.0), mesh(size), [Shard(0)]), "lr": 0.5}
     out: dict[str, Any] = {}
-    ckpt = checkpointer(url, rank_deadline_s=2.0)
-    partial = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    ckpt = checkpointer(url)
+    partial = DTensor.from_local(torch.ones(3), mesh(size), [Partial()])
     out["partial"] = attempt(lambda: ckpt.save(1, {"model": {"sum": partial}}))
     out["differs"] = outcome(ckpt.save(1, good | {"lr": 0.5 if rank != 2 else 0.25}))
     out["again"] = outcome(ckpt.save(1, good))
     out["stages"] = outcome(ckpt.save(2, good | ({"extra": good["w"]} if rank == 1 else {})))
-    began = time.monotonic()
     if rank == 2:
         out["type"] = attempt(lambda: ckpt.save(3, good | {"bad": object()}))
     else:
         out["type"] = outcome(ckpt.save(3, good))
-        out["type_s"] = time.monotonic() - began
     dist.barrier()
     out["after"] = outcome(ckpt.save(4, good))
     ckpt.close()
@@ -210,9 +283,8 @@ def refusals(rank: int, size: int, url: str) -> dict[str, Any]:
 
 def restore_refusals(rank: int, size: int, url: str) -> dict[str, Any]:
     """Of the checkpoint that `refusals` leaves: one rank fails, all raise."""
-    mesh = init_device_mesh("cpu", (size,))
     ckpt = checkpointer(url)
-    w = distribute_tensor(torch.zeros(7), mesh, [Shard(0)])
+    w = distribute_tensor(torch.zeros(7), mesh(size), [Shard(0)])
     wrong = {"w": w, "lr": 0.0, "more": 1} if rank == 1 else {"w": w, "lr": 0.0}
     out = {"mismatch": attempt(lambda: ckpt.restore(wrong))}
     untouched = not full(w).any()
@@ -229,35 +301,31 @@ def fail(*args: Any, **kwargs: Any) -> Any:
     raise ConnectError("no route to the store")
 
 
+COLUMNS_OF_ROW = 9 << 18  # 9 MiB: two parts
+
+
+def rows(size: int, value: float) -> dict[str, torch.Tensor]:
+    whole = torch.full((4, COLUMNS_OF_ROW), value)
+    return {"w": torch.full((3,), value), "own": distribute_tensor(whole, mesh(size), [Shard(0)], src_data_rank=None)}
+
+
 def die(rank: int, size: int, url: str, victim: int) -> Any:
-    """A checkpoint; then a rank and its uploader are killed in the middle of the next one."""
-    ckpt = checkpointer(url, uploader="process", rank_deadline_s=6.0)
-    state = {
-        "w": torch.ones(3),
-        "own": distribute_tensor(torch.ones(size, 1 << 22), init_device_mesh("cpu", (size,)), [Shard(0)]),
-    }
-    ckpt.save(1, state).wait_committed(60)
+    """A checkpoint; then a rank and its uploader are killed in the middle of the next one, before its pack is complete."""
+    set_deadline = deadlines()
+    ckpt, state = checkpointer(url, part_bytes=8 << 20), rows(size, 1.0)
+    ckpt.save(1, state).wait_committed(LONG_S)
     dist.barrier()
-    handle = ckpt.save(2, state)
+    set_deadline(2.0)
     if rank == victim:
-        agent = ckpt._flights.agent
-        assert agent is not None and agent.pid
-        os.kill(agent.pid, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    found = outcome(handle)
-    took = time.monotonic() - began
+        upload._Pack.complete = end_here  # type: ignore[method-assign]
+    found = outcome(ckpt.save(2, state))
     visible = [c.step for c in ckpt.checkpoints()]
     ckpt.close()
-    return found, took, visible
+    return found, visible
 
 
 def resume(rank: int, size: int, url: str, next_step: int) -> Any:
-    ckpt = checkpointer(url)
-    state = {
-        "w": torch.zeros(3),
-        "own": distribute_tensor(torch.zeros(4, 1 << 22), init_device_mesh("cpu", (size,)), [Shard(0)]),
-    }
+    ckpt, state = checkpointer(url), rows(size, 0.0)
     found = ckpt.restore(state)
     sums = state["w"].sum().item(), full(state["own"]).sum().item()
     done = outcome(ckpt.save(next_step, state))
@@ -330,8 +398,7 @@ class Value:
 
 def filled(size: int, value: int) -> dict[str, Any]:
     """Every number in it is `value`: of two checkpoints mixed neither is what it should be."""
-    mesh = init_device_mesh("cpu", (size,))
-    own = distribute_tensor(torch.full((12, 1 << 16), float(value)), mesh, [Shard(0)], src_data_rank=None)
+    own = distribute_tensor(torch.full((12, 1 << 16), float(value)), mesh(size), [Shard(0)], src_data_rank=None)
     return {"own": own, "shared": torch.full((SHARED,), float(value)), "last": Value(value)}
 
 
@@ -350,13 +417,7 @@ def end_here(*args: Any, **kwargs: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_with_agent(ckpt: Checkpointer) -> None:
-    """This rank dies, its uploader first."""
-    os.kill(agent_pid(ckpt), signal.SIGKILL)
-    end_here()
-
-
-def until(condition: Callable[[], Any], limit_s: float = 30.0) -> None:
+def until(condition: Callable[[], Any], limit_s: float = LONG_S) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -369,54 +430,51 @@ def meet(rank: int, size: int, folder: str, name: str) -> None:
     until(lambda: all((Path(folder) / f"{name}-{each}").exists() for each in range(size)))
 
 
-def start_agent(ckpt: Checkpointer, rank: int, state: dict[str, Any]) -> None:
-    """Until the uploader runs: starting it takes time that should not count against the deadline."""
-
-    def is_up() -> bool:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            return sock.connect_ex(agent_address(ckpt.url, rank)) == 0
-
-    ckpt.prepare(state)
-    until(is_up)
-
-
 def index_is_there(ckpt: Checkpointer, step: int, rank: int) -> bool:
     """Whether the store lists the index of a rank for a step."""
     names = [keys.parse_index(info.key) for info in ckpt._store.list("data/")]
     return any(n is not None and n.rank == rank and n.attempt.startswith(f"s{step:012d}-") for n in names)
 
 
-def die_in_save(rank: int, size: int, url: str, victim: int, moment: str, folder: str) -> Any:
-    """Restore and save; then a rank dies in the next save, or already in the first one. The deadline is 2.5 s.
+def die_in_save(rank: int, size: int, url: str, victim: int, moment: str, folder: str, deadline_s: float) -> Any:
+    """Restore and save; then a rank dies in the next save, or already in the first one, which has the deadline.
 
-    The others tell what they have restored, how the save in question ended, and after how long.
+    It dies "staging", or when its "index" is uploaded; "alone", once it has handed its part to an uploader that lives on. The
+    others save when it is dead, but for "staging". They tell what they have restored, and how the save in question ended.
     """
-    ckpt, dead = checkpointer(url, uploader="process", rank_deadline_s=2.5), Path(folder) / "dead"
+    dead = Path(folder) / "dead"
+
+    def end(*args: Any, **kwargs: Any) -> Any:
+        dead.touch()
+        end_here()
+
+    set_deadline = deadlines()
+    alone = rank == victim and moment == "alone"
+    first_s = deadline_s if moment == "staging the first" else LONG_S
+    ckpt = checkpointer(url, uploader="process" if alone else "thread", rank_deadline_s=first_s)
     state = filled(size, 0)
     found = ckpt.restore(state)
     restored, step = (found, numbers(state)), (found or 0) + 1
-    start_agent(ckpt, rank, state)
-    meet(rank, size, folder, "started")
     if moment != "staging the first":
-        ckpt.save(step, filled(size, step)).wait_committed(60)
+        ckpt.save(step, filled(size, step)).wait_committed(LONG_S)
         step += 1
+        if not alone:
+            set_deadline(deadline_s)
     state = filled(size, step)
     meet(rank, size, folder, "saved")
-    if rank == victim and moment.startswith("staging"):
-        ckpt._stager.stage = lambda *args: end_with_agent(ckpt)
-    if rank == 1 and not moment.startswith("staging"):
-        until(dead.exists)  # the ranks that have saved wait for this one
-    began = time.monotonic()
-    handle = ckpt.save(step, state)
     if rank == victim:
-        if moment == "index":
-            until(lambda: index_is_there(ckpt, step, rank))
-            os.kill(agent_pid(ckpt), signal.SIGKILL)
-        dead.touch()
-        end_here()
-    outcomes = outcome(handle), time.monotonic() - began
+        if moment.startswith("staging"):
+            ckpt._stager.stage = end
+        elif moment == "index":  # what comes next
+            gather.wait_for_ranks = gather.wait_for_outcome = end
+    elif not moment.startswith("staging"):
+        until(dead.exists)
+    handle = ckpt.save(step, state)
+    if alone:
+        end()
+    out = outcome(handle)
     ckpt.close()
-    return restored, *outcomes
+    return restored, out
 
 
 def go_on(rank: int, size: int, url: str, step: int) -> Any:
@@ -430,24 +488,35 @@ def go_on(rank: int, size: int, url: str, step: int) -> Any:
 
 def save_filled(rank: int, size: int, url: str) -> None:
     ckpt = checkpointer(url)
-    ckpt.save(1, filled(size, 1)).wait_committed(60)
+    ckpt.save(1, filled(size, 1)).wait_committed(LONG_S)
     ckpt.close()
 
 
-def die_in_restore(rank: int, size: int, url: str, victim: int, moment: str) -> Any:
-    """A rank dies, or stops answering, in a restore by all. Class and text of what the others raise, and after how long."""
+def die_in_restore(rank: int, size: int, url: str, victim: int, moment: str, timeout_s: float) -> Any:
+    """A rank dies, or stops answering, in a restore by all. Class and text of what the others raise, and after how long.
+
+    One that has stopped is missed after a timeout of the process group, which is short from the others' first read on.
+    """
     ckpt, state = checkpointer(url), filled(size, 0)
     pids: list[Any] = [None] * size
     dist.all_gather_object(pids, os.getpid())
-    if rank == victim:
-        if moment == "fetch":
-            ckpt._store.get_into = end_here
-        elif moment == "exchange":
-            dist.isend = dist.irecv = end_here
-        elif moment == "hand over":
-            state["last"].load_state_dict = end_here
-        else:
-            ckpt._store.get_into = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGSTOP)
+    read = ckpt._store.get_into
+
+    def impatient(*args: Any, **kwargs: Any) -> Any:
+        c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
+        return read(*args, **kwargs)
+
+    if rank != victim:
+        if moment == "stopped":
+            ckpt._store.get_into = impatient
+    elif moment == "fetch":
+        ckpt._store.get_into = end_here
+    elif moment == "exchange":
+        dist.isend = dist.irecv = end_here
+    elif moment == "hand over":
+        state["last"].load_state_dict = end_here
+    else:
+        ckpt._store.get_into = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGSTOP)
     began, kind, text = time.monotonic(), "", ""
     try:
         ckpt.restore(state)
@@ -460,32 +529,73 @@ def die_in_restore(rank: int, size: int, url: str, victim: int, moment: str) -> 
     return kind, text, took
 
 
-def pause(seconds: float, *pids: int) -> None:
-    """Stop processes at once and let them go on later. This one may be among them."""
-    listed = " ".join(map(str, pids))
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {listed}"])
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+def has_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def slow(rank: int, size: int, url: str, deadline_s: float, plan: list[tuple[int, str, float]]) -> Any:
-    """Step 1; then a save for each row of the plan: a rank, how it is slow, how long. Each save's outcome here and seconds."""
-    ckpt, out = checkpointer(url, uploader="process", rank_deadline_s=deadline_s), []
-    start_agent(ckpt, rank, filled(size, 1))
-    dist.barrier()
-    ckpt.save(1, filled(size, 1)).wait_committed(60)
-    for step, (who, how, seconds) in enumerate(plan, 2):
-        state = filled(size, step)
-        dist.barrier()
-        began = time.monotonic()
-        if rank == who and how == "in training":
-            time.sleep(seconds)
-        elif rank == who and how == "uploader":
-            pause(seconds, agent_pid(ckpt))
+def waited_for(rank: int, size: int, url: str, folder: str) -> Any:
+    """Step 1; in the save of step 2 the uploader of rank 0 is stopped, in that of step 3 rank 1 as a whole.
+
+    They go on when the others have done their part, and waited for a while. Outcomes, and whether the others still waited.
+    """
+    ckpt, out = checkpointer(url, uploader="process" if rank == 0 else "thread"), []
+    ckpt.save(1, filled(size, 1)).wait_committed(LONG_S)
+    pids: list[Any] = [None] * size
+    dist.all_gather_object(pids, agent_pid(ckpt) if rank == 0 else os.getpid())
+    upload_index = server.upload_index
+
+    async def stop_first(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return await upload_index(*args)
+
+    for step, late in ((2, 0), (3, 1)):
+        state, waits = filled(size, step), True
+        server.upload_index = stop_first if rank == late else upload_index
+        if rank == late == 0:
+            os.kill(pids[0], signal.SIGSTOP)
+        meet(rank, size, folder, f"ready-{step}")
         handle = ckpt.save(step, state)
-        if rank == who and how == "all of it":
-            pause(seconds, agent_pid(ckpt), os.getpid())
-        out.append((outcome(handle), time.monotonic() - began))
+        notes = {each: Path(folder) / f"waits-{step}-{each}" for each in range(size) if each != late}
+        if rank != late:
+            until(lambda: index_is_there(ckpt, step, rank) and has_stopped(pids[late]))  # noqa: B023
+            time.sleep(0.5)
+            waits = not handle.done()
+            notes[rank].touch()
+        if rank == 0:
+            until(lambda: all(note.exists() for note in notes.values()))  # noqa: B023
+            os.kill(pids[late], signal.SIGCONT)
+        out.append((outcome(handle), waits))
+    ckpt.close()
+    return out
+
+
+def too_late(rank: int, size: int, url: str, plan: list[tuple[int, str]], deadline_s: float, folder: str) -> Any:
+    """A save for each row of the plan: a rank, and where it is held back until the save has failed on all others. Outcomes.
+
+    The deadline is that of a save with a late rank; a row without one is a save as usual.
+    """
+    set_deadline = deadlines()
+    ckpt, out = checkpointer(url), []
+    upload_index = server.upload_index
+    ckpt.save(1, filled(size, 1)).wait_committed(LONG_S)
+    for step, (who, where) in enumerate(plan, 2):
+        state = filled(size, step)
+        set_deadline(deadline_s if where else LONG_S)
+        dist.barrier()
+        told = [Path(folder) / f"{step}-{each}" for each in range(size) if each != who]
+
+        def all_told(told: list[Path] = told) -> bool:
+            return all(path.exists() for path in told)
+
+        async def late(*args: Any, all_told: Callable[[], bool] = all_told) -> Any:
+            await asyncio.to_thread(until, all_told)
+            return await upload_index(*args)
+
+        server.upload_index = late if rank == who and where == "uploader" else upload_index
+        if rank == who and where == "training":
+            until(all_told)
+        out.append(outcome(ckpt.save(step, state)))
+        (Path(folder) / f"{step}-{rank}").touch()
     ckpt.close()
     return out
 
@@ -518,7 +628,7 @@ def train_on(rank: int, size: int, url: str, last: int, dies: bool, seed: int, f
                 ckpt._stager.stage = end_here
             ckpt.save(step, state)
             end_here()
-        ckpt.save(step, state).wait_committed(60)
+        ckpt.save(step, state).wait_committed(LONG_S)
         note(f"saved-{step}", contents(net, optimizer))
     ckpt.close()
 
@@ -530,11 +640,10 @@ ROWS, COLUMNS = 2048, 1024  # 8 MiB of fp32
 
 def save_rows(rank: int, size: int, url: str) -> None:
     """One tensor cut by rows, one that all hold."""
-    mesh = init_device_mesh("cpu", (size,))
     ckpt = checkpointer(url)
     whole = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
-    state = {"w": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)}
-    ckpt.save(1, state).wait_committed(60)
+    state = {"w": distribute_tensor(whole, mesh(size), [Shard(0)], src_data_rank=None)}
+    ckpt.save(1, state).wait_committed(LONG_S)
     ckpt.close()
 
 
@@ -543,21 +652,21 @@ def restore_columns(rank: int, size: int, url: str, placement: str) -> bool:
     place = {"columns": [Shard(1)], "whole": [Replicate()], "rows": [Shard(0)]}.get(placement)
     whole = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
     if place is None:
-        mesh, place = init_device_mesh("cpu", (2, size // 2)), [Replicate(), Shard(0)]
+        ranks, place = mesh(2, size // 2), [Replicate(), Shard(0)]
     else:
-        mesh = init_device_mesh("cpu", (size,))
-    target = distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, place, src_data_rank=None)
+        ranks = mesh(size)
+    target = distribute_tensor(torch.zeros(ROWS, COLUMNS), ranks, place, src_data_rank=None)
     ckpt = checkpointer(url)
     ckpt.restore({"w": target})
     ckpt.close()
-    return torch.equal(target.to_local(), distribute_tensor(whole, mesh, place, src_data_rank=None).to_local())
+    return torch.equal(target.to_local(), distribute_tensor(whole, ranks, place, src_data_rank=None).to_local())
 
 
 def ddp_bytes(rank: int, size: int, url: str) -> bool:
     """Save and restore as data-parallel jobs do: plain tensors, alike on all ranks."""
     tensors = {f"w{i}": torch.full((1 << 19,), float(i)) for i in range(4)}
     ckpt = checkpointer(url)
-    ckpt.save(1, {"model": tensors}).wait_committed(60)
+    ckpt.save(1, {"model": tensors}).wait_committed(LONG_S)
     into = {"model": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}}
     ckpt.restore(into)
     ckpt.close()

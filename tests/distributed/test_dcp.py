@@ -5,6 +5,7 @@ The functions with `rank, size` in front run on the ranks; see support/ranks.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from types import ModuleType
@@ -37,12 +38,16 @@ FIRST, SECOND = 30, 31
 FSDP1 = {FIRST: False, SECOND: True}  # step → whether FSDP1 is given a mesh
 
 
+@functools.cache
 def jobs() -> ModuleType:
     spec = importlib.util.spec_from_file_location("jobs", HERE.with_name("jobs.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+jobs()  # once, before ranks are forked
 
 
 def state_of(net: Any, optimizer: Any, place: int) -> dict[str, Any]:
@@ -176,9 +181,9 @@ def test_by_process(ranks: Ranks, weed_url: str, monkeypatch: pytest.MonkeyPatch
 def fsdp1(size: int, seed: int, mesh: bool) -> tuple[Any, torch.optim.Optimizer]:
     """Without a mesh its state dict has ShardedTensors, with one DTensors."""
     net, _, _ = jobs().build("plain", size, seed)
-    given = dist.init_device_mesh("cpu", (size,)) if mesh else None
+    given = jobs().mesh(size) if mesh else None
     wrapped = FullyShardedDataParallel(net, device_id=torch.device("cpu"), device_mesh=given, use_orig_params=True)
-    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.01, foreach=False)
+    return wrapped, jobs().AdamW(wrapped.parameters(), lr=0.01)
 
 
 def whole(net: Any, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -254,7 +259,7 @@ def no_route(*args: Any, **kwargs: Any) -> Any:
 
 def failures(rank: int, size: int, url: str) -> dict[str, Any]:
     """Saves and loads that one rank fails; a save that works after each."""
-    mesh = dist.init_device_mesh("cpu", (size,))
+    mesh = jobs().mesh(size)
     w = dist.tensor.distribute_tensor(torch.arange(7.0), mesh, [dist.tensor.Shard(0)])
     good, out, writer = {"w": w, "n": 1}, {}, ObjckptWriter(url)
 

@@ -6,6 +6,7 @@ The others learn it within the deadline or commit, what is visible is whole, and
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from support.ranks import KILLED, Ranks
 
 from objckpt.cli.main import run
 
-DEADLINE_S = 2.5  # of jobs.die_in_save
+DEADLINE_S, LONG_S = 2.0, 100.0  # of the save in which a rank dies: one that runs out, and one that nobody waits for
 
 
 def committed(url: str, capsys: pytest.CaptureFixture[str]) -> list[int]:
@@ -32,18 +33,18 @@ def test_a_rank_that_dies_before_the_commit_costs_this_checkpoint_only(
     """One job after the other, each of which restores what the one before has left."""
     steps: list[int] = []
     for victim, moment, why in (
-        (0, "staging the first", "rank 0 of 3 did not finish"),
-        (2, "staging", "rank 2 of 3 did not finish"),
-        (0, "index", "rank 0 did not commit"),
+        (0, "staging the first", r"ranks? 0\b.* of 3 did not finish"),
+        (2, "staging", r"ranks? [0-9, ]*\b2 of 3 did not finish"),
+        (0, "index", r"rank 0 did not commit|of 3 did not finish"),  # the second: one of the others was late, too
     ):
         folder = tmp_path / moment
         folder.mkdir()
-        found = ranks.run(3, jobs, "die_in_save", weed_url, victim, moment, str(folder), may_die=(victim,))
+        given = (weed_url, victim, moment, str(folder), DEADLINE_S)
+        found = ranks.run(3, jobs, "die_in_save", *given, may_die=(victim,))
         assert found.pop(victim) == KILLED
-        for restored, (kind, text), took_s in found:
+        for restored, (kind, text) in found:
             assert restored == ((steps[-1], {float(steps[-1])}) if steps else (None, {0.0})), moment
-            assert kind == "SaveError" and why in text, moment
-            assert took_s < DEADLINE_S + 10, moment
+            assert kind == "SaveError" and re.search(f"({why}).* within 2 s", text), (moment, text)
         steps += [] if moment == "staging the first" else [len(steps) + 1]
         assert committed(weed_url, capsys) == steps, moment
     assert ranks.run(2, jobs, "go_on", weed_url, 3) == [(2, {2.0}, ("", "3"))] * 2
@@ -54,13 +55,13 @@ def test_a_rank_that_dies_before_the_commit_costs_this_checkpoint_only(
 def test_a_rank_that_dies_while_its_part_is_safe_costs_nothing(
     ranks: Ranks, jobs: Path, weed_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Uploaded, or with an uploader that lives: then it also commits. Rank 1 saves when the other one is dead already."""
-    for victim, moment, last in ((2, "index", 2), (0, "upload, the trainer alone", 4)):
+    """Uploaded, or with an uploader that lives: then it also commits. The others save when it is dead already."""
+    for victim, moment, last in ((2, "index", 2), (0, "alone", 4)):
         folder = tmp_path / moment
         folder.mkdir()
-        found = ranks.run(3, jobs, "die_in_save", weed_url, victim, moment, str(folder), may_die=(victim,))
+        found = ranks.run(3, jobs, "die_in_save", weed_url, victim, moment, str(folder), LONG_S, may_die=(victim,))
         assert found.pop(victim) == KILLED
-        assert [result for _, result, _ in found] == [("", str(last))] * 2, moment
+        assert [result for _, result in found] == [("", str(last))] * 2, moment
         assert committed(weed_url, capsys) == list(range(1, last + 1)), moment
     assert ranks.run(2, jobs, "go_on", weed_url, 5) == [(4, {4.0}, ("", "5"))] * 2
     assert committed(weed_url, capsys) == [1, 2, 3, 4, 5]
@@ -70,11 +71,10 @@ def test_a_rank_that_dies_while_its_part_is_safe_costs_nothing(
 def test_a_rank_that_dies_in_a_restore_fails_it_on_all(ranks: Ranks, jobs: Path, weed_url: str) -> None:
     """Saved by two ranks, restored by three: "shared" is read once and passed on. One that only stops closes no connection."""
     ranks.run(2, jobs, "save_filled", weed_url)
-    timeout_s = 4.0
     for moment in ("fetch", "exchange", "hand over", "stopped"):
-        found = ranks.run(3, jobs, "die_in_restore", weed_url, 1, moment, may_die=(1,), group_timeout_s=timeout_s)
+        found = ranks.run(3, jobs, "die_in_restore", weed_url, 1, moment, 3.0, may_die=(1,), group_timeout_s=LONG_S)
         assert found.pop(1) == KILLED
         for kind, text, took_s in found:
             assert kind == "PeerError", (moment, kind, text)
-            assert took_s < 2 * timeout_s + 10, f"{moment}: {text}"
+            assert took_s < LONG_S / 2, f"{moment}: {text}"
     assert ranks.run(2, jobs, "go_on", weed_url, 2) == [(1, {1.0}, ("", "2"))] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,7 @@ def test_refusals_reach_every_rank_by_name(ranks: Ranks, jobs: Path, weed_url: s
         if rank == 2:
             assert kind == "UnsupportedTypeError" and "bad" in text
         else:
-            assert kind == "SaveError" and "rank 2" in text
-            assert out["type_s"] < 12  # the deadline is 2 s
+            assert kind == "SaveError" and "rank 2 could not save its part" in text, "it was told, not missed"
         assert out["after"] == ("", "4")
     with Checkpointer(weed_url) as ckpt:
         assert [c.step for c in ckpt.checkpoints()] == [1, 4]
@@ -44,12 +44,11 @@ def test_refusals_reach_every_rank_by_name(ranks: Ranks, jobs: Path, weed_url: s
 def test_a_rank_that_dies_in_mid_save(victim: int, ranks: Ranks, jobs: Path, weed_url: str) -> None:
     found = ranks.run(4, jobs, "die", weed_url, victim, may_die=(victim,))
     assert found.pop(victim) == KILLED
-    for (kind, text), took_s, visible in found:
-        assert kind == "SaveError" and (f"rank {victim}" in text or f"ranks {victim}" in text)
-        assert took_s < 18  # the deadline is 6 s
+    for (kind, text), visible in found:  # another one may be late beside it
+        assert kind == "SaveError" and re.search(rf"ranks? [0-9, ]*\b{victim}\b.* within 2 s", text), text
         assert visible == [1]
     for result in ranks.run(3, jobs, "resume", weed_url, 2):
-        assert result == (1, (3.0, float(4 << 22)), ("", "2"))
+        assert result == (1, (3.0, float(4 * (9 << 18))), ("", "2"))
 
 
 def test_two_jobs_under_one_url(ranks: Ranks, jobs: Path, weed_url: str) -> None:

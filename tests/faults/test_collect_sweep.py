@@ -7,16 +7,23 @@ exactly what the live checkpoints need.
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import typer.main
 from support.log_run import Run
 from support.memory_engine import memory_engine
 from support.memory_store import MemoryBucket, MemoryStore, MemoryUploads
 
+import objckpt.cli.main
 import objckpt.store
 from objckpt import Checkpointer, SaveOptions, StoreOptions, collect, restore
 from objckpt.agent.retention import Retention
@@ -24,6 +31,7 @@ from objckpt.cli.main import run
 from objckpt.errors import AmbiguousWriteError, StoreError
 from objckpt.format import keys
 from objckpt.log import read_log
+from objckpt.save.arena import Arena
 
 URL = "s3://bucket/run"
 THREAD = SaveOptions(uploader="thread")
@@ -31,12 +39,34 @@ IMPATIENT = StoreOptions(retry_deadline_s=0.05)
 LATER = collect.Author(session="9" * 26)
 
 
+class Pool(ThreadPoolExecutor):
+    """As many threads as ever for what is swept; none for the checks after it, which are most of the work."""
+
+    def map(self, work: Callable[..., Any], *given: Iterable[Any], **options: Any) -> Iterable[Any]:
+        if threading.current_thread() is threading.main_thread():
+            return [work(*each) for each in zip(*given, strict=True)]
+        return super().map(work, *given, **options)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    """What every one of a thousand steps would pay again, and none of them tests."""
+    with ExitStack() as patches:
+        for name in ("log.read", "restore.open", "restore.verify"):
+            module = importlib.import_module(f"objckpt.{name}")
+            patches.enter_context(mock.patch.object(module, "ThreadPoolExecutor", Pool))
+        for module, name in ((objckpt.cli.main, "build_app"), (typer.main, "get_command")):
+            patches.enter_context(mock.patch.object(module, name, functools.cache(getattr(module, name))))
+        patches.enter_context(mock.patch.dict(Arena.__init__.__kwdefaults__, slab_bytes=1 << 20))
+        yield
+
+
 def state(step: int) -> dict[str, object]:
     return {"w": torch.full((1000,), float(step)), "step": step}
 
 
 @pytest.fixture(scope="module")
-def history() -> MemoryBucket:
+def history(quick: None) -> MemoryBucket:
     """Checkpoints 1 to 3 of a session, 4 of one that resumed from 3; of each an attempt and an upload left over."""
     bucket = MemoryBucket()
     store = MemoryStore(bucket, URL)

@@ -16,9 +16,12 @@ import objckpt.save.commit
 from objckpt import Checkpointer, SaveOptions, limits, restore
 from objckpt.errors import AmbiguousWriteError, ObjckptError, StoreError
 from objckpt.log import read_log
+from objckpt.save.arena import Arena
+from objckpt.save.plan import slabs_for
 
 URL = "s3://bucket/run"
-OPTIONS = SaveOptions(uploader="thread", part_bytes=limits.SLAB_BYTES // 8)
+SLAB_BYTES = 1 << 20  # all sizes are a 64th of the real ones: memory is not what is tested here
+PART_BYTES, CHUNK_BYTES = SLAB_BYTES // 8, limits.CHUNK_BYTES // 64
 
 
 class Dying:
@@ -37,6 +40,18 @@ class Dying:
         if self.dead:
             kind = AmbiguousWriteError if operation == "put_if_absent" else StoreError
             raise kind(f"the store died at {operation}", operation=operation, key=key)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SLAB_BYTES", SLAB_BYTES)
+    monkeypatch.setattr(limits, "MIN_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(slabs_for, "__defaults__", (SLAB_BYTES,))
+    monkeypatch.setitem(Arena.__init__.__kwdefaults__, "slab_bytes", SLAB_BYTES)
+
+
+def checkpointer() -> Checkpointer:
+    return Checkpointer(URL, options=SaveOptions(uploader="thread", part_bytes=PART_BYTES, chunk_bytes=CHUNK_BYTES))
 
 
 @contextmanager
@@ -58,7 +73,7 @@ def _impatient(init):  # type: ignore[no-untyped-def]
 
 def state(step: int) -> dict[str, object]:
     """Big enough for a multipart upload of three parts."""
-    return {"w": torch.full((5_000_000,), float(step)), "step": step}
+    return {"w": torch.full((5 * CHUNK_BYTES // 4 - 1000,), float(step)), "step": step}
 
 
 def assert_whole(bucket: MemoryBucket) -> list[int]:
@@ -73,20 +88,34 @@ def assert_whole(bucket: MemoryBucket) -> list[int]:
     return [c.step for c in log.checkpoints]
 
 
-def test_crash_sweep(monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> None:
+@pytest.fixture
+def begun(small: None, monkeypatch: pytest.MonkeyPatch) -> MemoryBucket:
+    """Step 1 is committed, and its session closed."""
+    bucket = MemoryBucket()
+    with engine(bucket, monkeypatch), checkpointer() as ckpt:
+        ckpt.save(1, state(1))
+    return bucket
+
+
+def copy_of(bucket: MemoryBucket) -> MemoryBucket:
+    assert not bucket.uploads
+    copied = MemoryBucket()
+    copied.objects = dict(bucket.objects)
+    return copied
+
+
+def test_crash_sweep(begun: MemoryBucket, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> None:
     outcomes: dict[str, int] = {}
     at = 0
     while True:
         at += 1
         ended = False
         for phase in ("before", "after"):
-            bucket = MemoryBucket()
+            bucket = copy_of(begun)
             with engine(bucket, monkeypatch):
-                with Checkpointer(URL, options=OPTIONS) as ckpt:
-                    ckpt.save(1, state(1))
                 bucket.hook = dying = Dying(at, phase)
                 failed = False
-                ckpt = Checkpointer(URL, options=OPTIONS)
+                ckpt = checkpointer()
                 try:
                     ckpt.restore(state(0))
                     ckpt.save(2, state(2)).wait_committed(20)
@@ -101,7 +130,7 @@ def test_crash_sweep(monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None
                 # Committed and said so; or not said so, and then whole or not there at all.
                 assert steps in ([1], [1, 2]) and (failed or steps == [1, 2])
                 # A new session goes on whatever was left behind.
-                with Checkpointer(URL, options=OPTIONS) as later:
+                with checkpointer() as later:
                     into = state(0)
                     assert later.restore(into) == steps[-1]
                     later.save(3, state(3))
@@ -134,22 +163,20 @@ class Hanging:
             assert self.released.wait(60)
 
 
-def test_hang_sweep(monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> None:
+def test_hang_sweep(begun: MemoryBucket, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> None:
     """Operation i hangs, a new session takes over, and then the old one wakes up: the newest is that of the highest epoch."""
     outcomes: dict[str, int] = {}
     for at in itertools.count(1):
         reached = False
         for phase in ("before", "after"):
-            bucket = MemoryBucket()
+            bucket = copy_of(begun)
             with engine(bucket, monkeypatch):
-                with Checkpointer(URL, options=OPTIONS) as ckpt:
-                    ckpt.save(1, state(1))
                 bucket.hook = hanging = Hanging(at, phase)
                 told: list[str] = []
 
                 def old_session(told: list[str] = told) -> None:
                     try:
-                        with Checkpointer(URL, options=OPTIONS) as ckpt:
+                        with checkpointer() as ckpt:
                             ckpt.restore(state(0))
                             ckpt.save(2, state(2)).wait_committed(60)
                         told.append("committed")
@@ -163,7 +190,7 @@ def test_hang_sweep(monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]
                 if not hanging.reached.is_set():
                     continue
                 reached = True
-                with Checkpointer(URL, options=OPTIONS) as later:
+                with checkpointer() as later:
                     assert later.restore(state(0)) in (1, 2)
                     later.save(3, state(3))
                 seen = assert_whole(bucket)

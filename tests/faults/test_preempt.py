@@ -17,7 +17,7 @@ TRAINING = """
 import sys, time, torch
 from objckpt import Checkpointer
 with Checkpointer(sys.argv[1], on_preempt=lambda: print("asked", flush=True)) as ckpt:
-    state = {"w": torch.zeros(8 << 20), "step": 0}
+    state = {"w": torch.zeros(1 << 20), "step": 0}
     for step in range(1, 10_000):
         state["w"].fill_(step)
         state["step"] = step

@@ -11,6 +11,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,30 +24,41 @@ import pytest
 import torch
 from support.servers import GIVEN, WeedServer, lead_to
 from support.trainer import state_of
+from support.zygote import Forked, Zygote
 
-from objckpt import Checkpointer, StoreOptions
+from objckpt import Checkpointer, SaveOptions, StoreOptions
+from objckpt.agent.protocol import agent_address
 from objckpt.cli.main import run
 from objckpt.errors import AgentError, NotCommittedError, SaveError
 
-pytestmark = pytest.mark.skipif(GIVEN, reason="stops and kills a server of its own")
+pytestmark = [
+    pytest.mark.skipif(GIVEN, reason="stops and kills a server of its own"),
+    pytest.mark.timeout(240),
+]
 SUPPORT = Path(__file__).parents[1] / "support"
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 40.0
+LIMIT_S = 90.0
+MIB = 24  # of a save of two parts
+
+
+def python_trainer(url: str, options: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """`python trainer.py`, as a user starts it; see `Zygote.fork` for the cheap one."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, str(SUPPORT / "trainer.py"), url, json.dumps(options)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,
+    )
 
 
 class Trainer:
-    """One run of support/trainer.py, or of another script there, in a session of its own."""
+    """One run of support/trainer.py, in a session of its own."""
 
-    def __init__(self, *arguments: str, script: str = "trainer.py") -> None:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
-            [sys.executable, str(SUPPORT / script), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,
-        )
+    def __init__(self, process: subprocess.Popen[bytes] | Forked) -> None:
+        self.process = process
         self.lines: list[list[str]] = []
         self._rest = b""
         self.agents: set[int] = set()
@@ -65,7 +77,7 @@ class Trainer:
             seen = len(self.lines)
             left = end - time.monotonic()
             if left <= 0 or not self._read(left):
-                raise AssertionError(f"no {word} {number}: {self.lines} {self._errors()}")
+                raise AssertionError(f"no {word} {number or ''}: {self._autopsy()}")
 
     def _read(self, left_s: float) -> bool:
         out = self.process.stdout
@@ -81,10 +93,17 @@ class Trainer:
                 self.agents.add(int(words[-1]))
         return bool(data)
 
-    def _errors(self) -> str:
-        self.kill()
+    def _autopsy(self) -> str:
+        """What it has told, where its threads and those of its forks are, and its stderr. Ends them."""
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(3)
         assert self.process.stderr is not None
-        return self.process.stderr.read().decode(errors="replace")[-3000:]
+        os.set_blocking(self.process.stderr.fileno(), False)  # whatever else may hold it
+        errors = (self.process.stderr.read() or b"").decode(errors="replace")
+        return f"{self.lines}, status {self.process.returncode}\n{errors[-10000:]}"
 
     def go(self, line: str = "") -> None:
         assert self.process.stdin is not None
@@ -100,7 +119,10 @@ class Trainer:
         end = time.monotonic() + limit_s
         while self._read(max(0.0, end - time.monotonic())):
             pass
-        rc = self.process.wait(max(0.1, end - time.monotonic()))
+        try:
+            rc = self.process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {limit_s} s: {self._autopsy()}") from None
         assert self.process.stderr is not None
         return rc, self.process.stderr.read().decode(errors="replace")
 
@@ -132,12 +154,18 @@ def url(own: WeedServer, monkeypatch: pytest.MonkeyPatch) -> str:
     return lead_to(own, monkeypatch)
 
 
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote() as zygote:
+        yield zygote
+
+
 @pytest.fixture
-def start(url: str) -> Iterator[Start]:
+def start(url: str, zygote: Zygote) -> Iterator[Start]:
     made: list[Trainer] = []
 
-    def make(**options: Any) -> Trainer:
-        made.append(Trainer(url, json.dumps(options)))
+    def make(*, forked: bool = True, **options: Any) -> Trainer:
+        made.append(Trainer((zygote.fork if forked else python_trainer)(url, options)))
         return made[-1]
 
     yield make
@@ -178,6 +206,19 @@ def gone(pid: int, limit_s: float = LIMIT_S) -> None:
         time.sleep(0.02)
 
 
+def meets_successors(url: str, limit_s: float = LIMIT_S) -> None:
+    """Wait until the agent of this URL has started so far that a successor finds it: its imports take a second."""
+    end = time.monotonic() + limit_s
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            with contextlib.suppress(ConnectionRefusedError):
+                sock.connect(agent_address(url, 0))
+                assert sock.recv(1) == b"T"
+                return
+        assert time.monotonic() < end, "the agent meets nobody"
+        time.sleep(0.02)
+
+
 def steps(url: str) -> list[int]:
     """The committed steps, each read back to its last bit; the reader meets no agent."""
     with Checkpointer(url) as ckpt:
@@ -195,11 +236,13 @@ def check(state: dict[str, Any], step: int) -> None:
     assert all(torch.equal(state[k], expected[k]) for k in ("w", "small"))
 
 
-def in_flight(start: Start, own: WeedServer, stack: contextlib.ExitStack, **options: Any) -> tuple[Trainer, int]:
-    """A trainer that has committed step 1 and whose save of step 2 cannot get on, and its agent."""
-    first = start(saves=1)
-    assert first.finish()[0] == 0
-    trainer = start(**{"mib": 96, "stdin": True, "restore": False, "first": 2, "wait": "each"} | options)
+def in_flight(
+    url: str, start: Start, own: WeedServer, stack: contextlib.ExitStack, **options: Any
+) -> tuple[Trainer, int]:
+    """Step 1 is committed; a trainer whose save of step 2 cannot get on, and its agent."""
+    with Checkpointer(url, options=SaveOptions(uploader="thread")) as ckpt:
+        ckpt.save(1, state_of(1, 1))
+    trainer = start(**{"mib": MIB, "stdin": True, "restore": False, "first": 2, "wait": "each"} | options)
     trainer.until("waiting")
     stack.enter_context(stopped(own))
     trainer.go()
@@ -209,10 +252,11 @@ def in_flight(start: Start, own: WeedServer, stack: contextlib.ExitStack, **opti
 
 def test_a_killed_trainers_save_is_committed_and_resumed_from(url, start, own):
     with contextlib.ExitStack() as stack:
-        trainer, agent = in_flight(start, own, stack)
+        trainer, agent = in_flight(url, start, own, stack)
+        meets_successors(url)
         trainer.kill()
         assert is_agent(agent)
-        successor = start(mib=96, saves=1)
+        successor = start(mib=MIB, saves=1)
         successor.until("made")
         stack.close()
         assert successor.until("restored") == ["2", "2"]
@@ -242,8 +286,8 @@ def test_a_killed_agent_is_told_at_once_and_replaced(url, own):
 
 def test_a_killed_agent_with_a_store_that_answers(url):
     with Checkpointer(url) as ckpt:
-        ckpt.prepare(state_of(1, 300))
-        handle = ckpt.save(1, state_of(1, 300))
+        ckpt.prepare(state_of(1, 160))
+        handle = ckpt.save(1, state_of(1, 160))
         assert ckpt._flights.agent is not None and ckpt._flights.agent.pid is not None
         os.kill(ckpt._flights.agent.pid, signal.SIGKILL)
         began_s = time.monotonic()
@@ -302,7 +346,7 @@ def test_a_save_that_its_agent_has_not_read_yet_outlives_the_trainer(url, start)
 
 def test_both_killed_leaves_the_checkpoint_before(url, start, own):
     with contextlib.ExitStack() as stack:
-        trainer, agent = in_flight(start, own, stack)
+        trainer, agent = in_flight(url, start, own, stack)
         trainer.kill()
         kill_agent(agent)
         gone(agent)
@@ -320,9 +364,9 @@ def test_a_killed_server_that_comes_back(tmp_path, monkeypatch):
         store = StoreOptions(retry_deadline_s=45, request_timeout_s=20)
         with Checkpointer(url, store=store) as ckpt:
             ckpt.save(1, state_of(1, 4)).wait_committed(LIMIT_S)
-            ckpt.prepare(state_of(2, 128))
+            ckpt.prepare(state_of(2, MIB))
             os.kill(server.pid, signal.SIGSTOP)
-            handle = ckpt.save(2, state_of(2, 128))
+            handle = ckpt.save(2, state_of(2, MIB))
             server.kill()
             assert not handle.done()
             server.start()
@@ -343,7 +387,7 @@ def test_a_killed_server_that_comes_back(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_the_process_group(url, start, own, number):
     with contextlib.ExitStack() as stack:
-        trainer, agent = in_flight(start, own, stack)
+        trainer, agent = in_flight(url, start, own, stack)
         os.killpg(trainer.pid, number)
         stack.close()
         rc, errors = trainer.finish()
@@ -357,7 +401,8 @@ def test_signals_to_the_process_group(url, start, own, number):
     [("return", 0), ("sys.exit", 0), ("raise", 1), ("with-raise", 1), ("os._exit", 0)],
 )
 def test_exit_without_close_loses_nothing(url, start, how, status):  # E047
-    trainer = start(mib=48, first=1, wait="none", restore=False, prepare=False, end=how)
+    options = {"mib": MIB, "first": 1, "wait": "none", "restore": False, "prepare": False, "end": how}
+    trainer = start(**options, forked=how not in ("return", "raise"))
     rc, errors = trainer.finish()
     assert rc == status, errors
     for agent in trainer.agents:
@@ -367,7 +412,7 @@ def test_exit_without_close_loses_nothing(url, start, how, status):  # E047
 
 def test_exit_without_close_tells_a_loss(url, start, own):  # E048
     with contextlib.ExitStack() as stack:
-        trainer, agent = in_flight(start, own, stack, wait="none", end="return")
+        trainer, agent = in_flight(url, start, own, stack, wait="none", end="return")
         kill_agent(agent)
         rc, errors = trainer.finish()
     assert rc == 1 and "step 2 was not committed" in errors
@@ -376,7 +421,7 @@ def test_exit_without_close_tells_a_loss(url, start, own):  # E048
 
 @pytest.mark.parametrize("how", ["save", "exit", "os._exit"])
 def test_a_forked_child(url, start, how):  # E045
-    trainer = start(mib=128, first=1, wait="none", restore=False, end=f"fork-{how}")
+    trainer = start(mib=MIB, first=1, wait="none", restore=False, end=f"fork-{how}")
     rc, errors = trainer.finish()
     assert rc == 0, errors
     assert trainer.until("forking") == ["1"]
@@ -388,7 +433,7 @@ def test_a_forked_child(url, start, how):  # E045
 
 
 def test_a_forked_child_that_outlives_the_trainer(url, start):
-    trainer = start(mib=64, first=1, wait="none", restore=False, end="fork-outlive")
+    trainer = start(mib=MIB, first=1, wait="none", restore=False, end="fork-outlive")
     child = int(trainer.until("forked")[0])
     try:
         trainer.until("closed")
@@ -401,38 +446,32 @@ def test_a_forked_child_that_outlives_the_trainer(url, start):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("uploader", "kills"), [("thread", 20), ("process", 4)])
-def test_kills_at_random_moments(url, uploader, kills, capsys):  # E024
+def test_kills_at_random_moments(url, start, uploader, kills, capsys):  # E024
     """Trainers are killed at moments spread over what one save takes: the step before is the newest, or all of this one.
 
     "thread": 20 kills, as the case asks, end the trainer together with its uploader. "process": every other kill ends
     the agent with the trainer; the rest leave it, and it finishes the save. Each agent takes a second to start and end,
-    so there are fewer of these. The trainers are forks of one process, since importing torch takes longer than all else.
+    so there are fewer of these.
     """
-    chance, mib = random.Random(24), 24
+    chance, mib = random.Random(24), 12
     into, known = state_of(0, mib), [1]
     torn, took_s = 0, 0.0
-    nursery = Trainer(script="zygote.py")
-    with contextlib.closing(nursery), Checkpointer(url) as reader:
-        nursery.until("ready")
+    with Checkpointer(url) as reader:
         for number in range(kills + 2):
             step = known[-1] + (number > 0)
-            nursery.lines.clear()
-            options = {"first": step, "mib": mib, "restore": False, "uploader": uploader, "end": "park"}
-            nursery.go(f"{url} {json.dumps(options)}")
-            pid, agent = int(nursery.until("made")[0]), int(nursery.until("agent")[0])
+            trainer = start(first=step, mib=mib, part_mib=8, restore=False, uploader=uploader, end="park")
+            agent = int(trainer.until("agent")[0])
             began_s = time.monotonic()
             if number in (0, kills + 1):  # after the commit: the first tells how long it takes
-                nursery.until("committed", step)
+                trainer.until("committed", step)
                 took_s = time.monotonic() - began_s
                 known = [1] if number == 0 else [*known, step]
             else:
                 time.sleep(took_s * (number - chance.random()) / kills)
-            os.kill(pid, signal.SIGKILL)
+            trainer.kill()
             if number % 2:
                 kill_agent(agent)
             gone(agent)
-            while Path(f"/proc/{pid}").exists():
-                time.sleep(0.005)
             assert run(["ls", url, "--json"]) == 0
             found = [c["step"] for c in json.loads(capsys.readouterr().out)]
             assert found == known or (found == [*known, step] and step not in known)
@@ -480,7 +519,7 @@ def test_memory_is_flat_and_the_agent_ends(url):
     def both() -> int:
         return pss("self") + pss(agent)
 
-    state = state_of(1, 64)
+    state = state_of(1, 24)
     with Checkpointer(url) as ckpt:
         sizes = []
         for step in range(1, 11):
@@ -488,7 +527,7 @@ def test_memory_is_flat_and_the_agent_ends(url):
             assert ckpt._flights.agent is not None and ckpt._flights.agent.pid is not None
             agent = ckpt._flights.agent.pid
             sizes.append(both())
-    assert max(sizes[3:]) - sizes[2] < 48 << 20, sizes
+    assert max(sizes[3:]) - sizes[2] < 18 << 20, sizes
     assert not is_agent(agent)
 
 

@@ -64,13 +64,14 @@ class Stub:
             self.release.wait(30)
         return self.fault(request) or self.bucket(request)
 
-    def open(self, url: str = URL, *, deadline_s: float = 3.0, **options: Any) -> Checkpointer:
+    def open(self, url: str = URL, *, deadline_s: float = 60.0, **options: Any) -> Checkpointer:
         store = StoreOptions(endpoint_url=self.server.url, retry_deadline_s=deadline_s, request_timeout_s=30)
         return Checkpointer(url, store=store, options=SaveOptions(**{"uploader": "thread"} | options))
 
 
 @pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
+def stub(monkeypatch: pytest.MonkeyPatch, probed_once: Callable[[str], None]) -> Iterator[Stub]:
+    probed_once("stub")
     for name in [n for n in os.environ if n.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -89,7 +90,7 @@ def script(stub: Stub, text: str) -> subprocess.Popen[str]:
     """A trainer of its own, with `ckpt` open in thread mode."""
     head = (
         "from objckpt import *\n"
-        f"ckpt = Checkpointer({URL!r}, store=StoreOptions(endpoint_url={stub.server.url!r}, retry_deadline_s=5),"
+        f"ckpt = Checkpointer({URL!r}, store=StoreOptions(endpoint_url={stub.server.url!r}, retry_deadline_s=60),"
         " options=SaveOptions(uploader='thread'))\n"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -229,8 +230,8 @@ def test_e034_a_failed_save_is_not_remembered(stub):
 
 def test_e036_changes_after_save_are_not_stored(stub):
     """Fifty times, the upload held back until the tensors have changed; restored into other tensors and compared whole."""
-    w, s = torch.ones(1 << 20), torch.tensor(1.0)
-    into = {"w": torch.zeros(1 << 20), "slice": torch.zeros(94), "zero": torch.tensor(0.0)}
+    w, s = torch.ones(1 << 15), torch.tensor(1.0)
+    into = {"w": torch.zeros(1 << 15), "slice": torch.zeros(94), "zero": torch.tensor(0.0)}
     into["tied"] = into["w"]
     with stub.open() as ckpt:
         for step in range(1, 51):
@@ -384,7 +385,7 @@ def test_e060_sources_are_not_kept(stub):
 
 
 def test_e061_clients_are_not_made_for_each_save(stub, monkeypatch):
-    """300 saves: one client of each kind, sockets of one pool, no growth of descriptors, threads or memory."""
+    """120 saves: one client of each kind, sockets of one pool, no growth of descriptors, threads or memory."""
     made = []
     for cls in (botocore.session.Session, AioSession):
         create = cls.create_client
@@ -397,7 +398,7 @@ def test_e061_clients_are_not_made_for_each_save(stub, monkeypatch):
 
     state, most = {"w": torch.ones(256)}, 0
     with stub.open() as ckpt:
-        for step in range(300):
+        for step in range(120):
             ckpt.save(step, state).wait_committed()
             most = max(most, len(stub.server._connections))
             if step == 49:
@@ -408,7 +409,7 @@ def test_e061_clients_are_not_made_for_each_save(stub, monkeypatch):
         assert most <= 2 * (ckpt._store.options.connections + 4)
         assert stub.server.connections_made <= 100  # idle ones end after 12 s and are made again
     assert after[0] - before[0] <= 4 and after[1] - before[1] <= 4, (before, after)
-    assert after_bytes - before_bytes < 30 * MiB
+    assert after_bytes - before_bytes < 15 * MiB
 
 
 # ---- network --------------------------------------------------------------------------------------------------------
@@ -436,17 +437,17 @@ def test_e064_slow_down_is_answered_by_fewer_requests_and_longer_pauses(stub, mo
         return error(503, "SlowDown", "Please reduce your request rate.")
 
     stub.fault = slow
-    state = {"w": torch.arange(6 * MiB, dtype=torch.int64)}
-    with stub.open(deadline_s=60, part_bytes=8 * MiB) as ckpt:
+    state = {"w": torch.arange(4 * MiB, dtype=torch.int64)}
+    with stub.open(part_bytes=8 * MiB) as ckpt:
         ckpt.save(1, state).wait_committed(100)
         stub.fault = lambda request: None
         assert torch.equal(ckpt.load()["w"], state["w"])
-    assert len(times) == 7 and all(len(seen) == 9 for seen in times.values())  # six parts and the index
+    assert len(times) == 5 and all(len(seen) == 9 for seen in times.values())  # four parts and the index
     gaps = [[b - a for a, b in itertools.pairwise(seen)] for seen in times.values()]
     for row in gaps:
         # From below only: a gap has the wait for a place and for this machine in it, too.
         assert all(gap > 0.0124 * 2**n for n, gap in enumerate(row)), row
-    assert len({round(row[-1], 2) for row in gaps}) > 3  # jitter
+    assert len({round(row[-1], 2) for row in gaps}) > 2  # jitter
     assert max(in_flight[1]) > 2 and max(in_flight[4]) <= 2
 
 

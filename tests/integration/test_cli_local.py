@@ -57,7 +57,7 @@ def no_sockets(server: local_server.LocalServer) -> bool:
     return not any(f"-{port}.sock" in found or f"-{port + 10_000}.sock" in found for port in server.ports.values())
 
 
-def test_detached(env, directory):
+def test_detached(env, directory, here):
     done = local("--detach", "--dir", str(directory), "--bucket", "abc")
     assert done.returncode == 0, done.stderr
     variables = exports(done.stdout)
@@ -69,18 +69,18 @@ def test_detached(env, directory):
     assert store.list() == []
     store.put("a", b"kept")
 
-    again = local("--detach", "--dir", str(directory))
+    again = here("local", "--detach", "--dir", str(directory))
     assert again.returncode == 2 and re.fullmatch(r"objckpt: error: a server already runs in [^\n]+\n", again.stderr)
 
     stopped = local("--stop", "--dir", str(directory))
     assert stopped.returncode == 0 and not server.alive() and no_sockets(server)
-    assert local("--stop", "--dir", str(directory)).returncode == 2
+    assert here("local", "--stop", "--dir", str(directory)).returncode == 2
 
     done = local("--detach", "--json", "--dir", str(directory), "--bucket", "abc")
     document = json.loads(done.stdout)
     use(env, document["environment"])
     assert open_store("s3://abc/x").get("a", max_bytes=10) == b"kept"
-    assert local("--stop", "--json", "--dir", str(directory)).returncode == 0
+    assert here("local", "--stop", "--json", "--dir", str(directory)).returncode == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -88,36 +88,36 @@ def test_in_the_foreground(env, directory, number):
     env.setenv("AWS_SESSION_TOKEN", "old")
     with subprocess.Popen(
         [*CLI, "--dir", str(directory)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
-        lines = [run.stdout.readline() for _ in range(5)]
+    ) as started:
+        lines = [started.stdout.readline() for _ in range(5)]
         assert lines[0] == "unset AWS_SESSION_TOKEN\n"
         env.delenv("AWS_SESSION_TOKEN")
         use(env, exports("".join(lines)))
         assert open_store("s3://checkpoints/x").list() == []
         server = local_server.load(directory)
-        run.send_signal(number)
-        assert run.wait(timeout=30) == 0
-        assert run.stderr.read() == ""
+        started.send_signal(number)
+        assert started.wait(timeout=30) == 0
+        assert started.stderr.read() == ""
     assert not server.alive() and no_sockets(server)
 
 
 def test_the_end_of_the_server_is_an_error(env, directory):
     with subprocess.Popen(
         [*CLI, "--dir", str(directory)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
+    ) as started:
         for _ in range(4):
-            run.stdout.readline()
+            started.stdout.readline()
         os.kill(local_server.load(directory).pid, signal.SIGKILL)
-        assert run.wait(timeout=30) == 1
-        assert "has ended by itself" in run.stderr.read()
+        assert started.wait(timeout=30) == 1
+        assert "has ended by itself" in started.stderr.read()
 
 
 def test_it_dies_with_a_killed_parent(env, directory):
-    with subprocess.Popen([*CLI, "--dir", str(directory)], stdout=subprocess.PIPE) as run:
+    with subprocess.Popen([*CLI, "--dir", str(directory)], stdout=subprocess.PIPE) as started:
         for _ in range(4):
-            run.stdout.readline()
+            started.stdout.readline()
         server = local_server.load(directory)
-        run.kill()
-        run.wait()
+        started.kill()
+        started.wait()
     local_server.stop(server, patience_s=0)  # waits for its end; nothing to stop
     assert not server.alive()

@@ -1,8 +1,9 @@
-"""The command as a process, against real servers."""
+"""The command against real servers: as a process of its own where that shows more than a call of `run` in this one."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +26,9 @@ from support.servers import GIVEN, lead_to
 from support.stub_s3 import Reply, Request, StubBucket, StubServer
 
 from objckpt.cli.main import run
-from objckpt.store import open_store
+from objckpt.format import keys
+from objckpt.format.records import Commit
+from objckpt.store import calls, open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = [sys.executable, "-m", "objckpt"]
@@ -37,47 +41,58 @@ def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def put_many(url: str, count: int) -> None:
+    """Records of `count` checkpoints, which is what a listing reads."""
     store = open_store(url)
+    first = put_checkpoint(store, 0, {"epoch": 0})
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: put_checkpoint(store, i, {"epoch": i}, seq=i), range(count)))
+        list(pool.map(lambda commit: store.put(keys.record(commit.seq), commit.encode()), _copies(first, count)))
     store.close()
 
 
-def test_verbs(s3_url, tmp_path):
+def _copies(first: Commit, count: int) -> Iterator[Commit]:
+    for i in range(1, count):
+        attempt = keys.attempt(i, first.session, i)
+        yield dataclasses.replace(first, seq=i, step=i, attempt=attempt, write_id=os.urandom(16))
+
+
+def test_verbs(s3_server, s3_url, tmp_path, here):
+    call = here if s3_server.name == "juicefs" else cli  # processes on one server
     store = open_store(s3_url)
     put_checkpoint(store, 5, STATE)
     for arguments in (["ls"], ["show"], ["verify"], ["restore", "--out", str(tmp_path / "x.pt")]):
-        done = cli(*arguments, s3_url)
+        done = call(*arguments, s3_url)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         assert done.stdout
     pack = next(info.key for info in store.list("data/") if info.key.endswith(".pack"))
     store.put(pack, b"x" * 1_200_000)
-    done = cli("verify", s3_url)
+    done = call("verify", s3_url)
     assert done.returncode == 5 and "model/w" in done.stdout and done.stderr == ""
 
 
-def test_empty_torn_and_missing(s3_url, tmp_path):
+def test_empty_torn_and_missing(s3_server, s3_url, tmp_path, here):
     out = str(tmp_path / "x.pt")
     torn = open_store(f"{s3_url}/torn")
     torn.put("data/s000000000001-00000000000000000000000000-0000/rank-00000-0000.pack", b"x")
     for url in (s3_url + "/empty", s3_url + "/torn"):
-        assert cli("ls", url).returncode == 0
-        done = cli("ls", url, "--json")
+        assert here("ls", url).returncode == 0
+        done = here("ls", url, "--json")
         assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
-        done = cli("restore", url, "--out", out)
+        done = here("restore", url, "--out", out)
         assert done.returncode == 4 and f"no committed checkpoint under {url}" in done.stderr
     for arguments in (["ls"], ["ls", "--json"], ["restore", "--out", out]):
-        done = cli(*arguments, "s3://no-such-bucket-here/x")
+        # One verb as a process: its exit status, and what it has from its environment alone.
+        call = cli if arguments == ["ls"] and s3_server.name != "juicefs" else here
+        done = call(*arguments, "s3://no-such-bucket-here/x")
         assert done.returncode == 9 and done.stdout == ""
         assert re.fullmatch(r"objckpt: error: .*no-such-bucket-here.*NoSuchBucket.*\n", done.stderr)
-        done = cli(*arguments, s3_url, AWS_SECRET_ACCESS_KEY="wrong-secret")
+        done = call(*arguments, s3_url, AWS_SECRET_ACCESS_KEY="wrong-secret")
         assert done.returncode == 8 and done.stdout == ""
         assert re.fullmatch(r"objckpt: error: .*SignatureDoesNotMatch.*\n", done.stderr)
         assert "wrong-secret" not in done.stderr
     assert os.listdir(tmp_path) == []
 
 
-def test_a_listing_asks_for_each_record_once(monkeypatch):
+def test_a_listing_asks_for_each_record_once(monkeypatch, here):
     """Pages of 40 keys: one LIST a page, one GET a record, and at most one look for something else. Timed by bench_cli."""
     bucket = StubBucket()
 
@@ -91,7 +106,7 @@ def test_a_listing_asks_for_each_record_once(monkeypatch):
             monkeypatch.setenv(f"AWS_{name}", value)
         put_many("s3://bucket/run", 100)
         server.requests.clear()
-        done = cli("ls", "s3://bucket/run")
+        done = here("ls", "s3://bucket/run")
         assert done.returncode == 0 and len(done.stdout.splitlines()) == 101, done.stderr
         pages = [r for r in server.requests if r.query.get("prefix") == "run/log/"]
         records = [r.key for r in server.requests if r.operation == "GetObject"]
@@ -159,7 +174,7 @@ def test_closed_streams(weed_url, close):
 
 
 def test_a_full_disk_is_an_error(weed_url):
-    put_many(weed_url, 1)
+    put_checkpoint(open_store(weed_url), 1, {"epoch": 1})
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -181,7 +196,7 @@ def test_reading_commands_do_not_import_torch(weed_url):
     assert done.stdout.splitlines()[-1] == "[0, 0, 0] []", done.stdout + done.stderr
 
 
-def test_secrets_stay_out_of_sight(weed_url):
+def test_secrets_stay_out_of_sight(weed_url, here, monkeypatch):
     secret, token, password = "marker-SECRET-0001", "marker-TOKEN-0002", "marker-PASSWORD-0003"
     endpoint = os.environ["AWS_ENDPOINT_URL"].replace("://", f"://user:{password}@")
     done = cli(
@@ -190,11 +205,12 @@ def test_secrets_stay_out_of_sight(weed_url):
     assert done.returncode not in (0, 2) and "Traceback" in done.stderr
     for marker in (secret, token, password):
         assert marker not in done.stdout + done.stderr
-    done = cli("ls", weed_url, "--endpoint-url", f"http://user:{password}@127.0.0.1:1", "--debug")
+    monkeypatch.setattr(calls, "FIRST_CONTACT_S", 0.5)
+    done = here("ls", weed_url, "--endpoint-url", f"http://user:{password}@127.0.0.1:1", "--debug")
     assert done.returncode != 0 and password not in done.stdout + done.stderr
 
 
-def test_progress_only_on_a_terminal(weed_url):
+def test_progress_only_on_a_terminal(weed_url, here):
     put_checkpoint(open_store(weed_url), 1, STATE)
     ours, theirs = pty.openpty()
     env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
@@ -210,7 +226,7 @@ def test_progress_only_on_a_terminal(weed_url):
         assert process.wait() == 0
     os.close(ours)
     assert b"verify" in drawn and b"\x1b[" in drawn and b"\x1b[?25h" in drawn
-    assert cli("verify", weed_url).stderr == ""
+    assert here("verify", weed_url).stderr == ""
 
 
 LISTING = """<?xml version="1.0" encoding="UTF-8"?>
@@ -254,9 +270,9 @@ def test_an_interrupt_does_not_wait_for_the_store(number):
             record.close()
 
 
-def test_json_of_all_verbs(weed_url, tmp_path):
+def test_json_of_all_verbs(weed_url, tmp_path, here):
     put_checkpoint(open_store(weed_url), 1, STATE)
     for arguments in (["ls"], ["show"], ["verify"], ["restore", "--out", str(tmp_path / "x.safetensors")]):
-        done = cli(*arguments, weed_url, "--json")
+        done = here(*arguments, weed_url, "--json")
         assert done.returncode == 0, done.stderr
         json.loads(done.stdout)

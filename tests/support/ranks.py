@@ -23,10 +23,11 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 GRACE_S = 3.0  # for the other ranks, once one has failed
-GROUP_TIMEOUT_S = 60.0
+GROUP_TIMEOUT_S = 100.0
 KILLED = "killed"  # the result of a rank that ended without one, where `run` is told to expect that
 
 
@@ -56,7 +57,7 @@ class Ranks:
         script: Path,
         job: str,
         *args: Any,
-        deadline_s: float = 60.0,
+        deadline_s: float = 110.0,
         may_die: tuple[int, ...] = (),
         group_timeout_s: float = GROUP_TIMEOUT_S,
     ) -> list[Any]:
@@ -127,6 +128,8 @@ def _wait(pids: list[int], folder: Path, deadline_s: float) -> bool:
 
 
 def _nursery() -> None:
+    import gc
+
     import torch
     import torch._dynamo  # what fully_shard and DTensor import late
     import torch.distributed.checkpoint.state_dict
@@ -134,6 +137,7 @@ def _nursery() -> None:
     import torch.distributed.tensor.parallel
 
     import objckpt.agent.server
+    import objckpt.checkpointer
     import objckpt.cli.main
     import objckpt.store.s3
     import objckpt.store.uploads  # noqa: F401
@@ -144,6 +148,10 @@ def _nursery() -> None:
     while line := sys.stdin.readline():
         folder = Path(line.strip())
         request = pickle.loads((folder / "request").read_bytes())
+        with contextlib.suppress(Exception):  # a rank tells why
+            _load(Path(request["script"]))
+        gc.collect()
+        gc.freeze()  # a collection in a rank would copy every page of what is here
         pids = []
         for rank in range(request["size"]):
             tie = end_with_parent()
@@ -158,6 +166,21 @@ def _nursery() -> None:
         print(json.dumps(pids), flush=True)
 
 
+_loaded: dict[Path, ModuleType] = {}
+
+
+def _load(script: Path) -> ModuleType:
+    """Once: in the nursery, for all ranks to come."""
+    if script not in _loaded:
+        spec = importlib.util.spec_from_file_location(script.stem, script)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        _loaded[script] = module
+    return _loaded[script]
+
+
 def _rank(folder: Path, rank: int, request: dict[str, Any]) -> None:
     """Does not return."""
     import datetime
@@ -167,11 +190,7 @@ def _rank(folder: Path, rank: int, request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"] | {"GLOO_SOCKET_IFNAME": "lo"})
     try:
-        spec = importlib.util.spec_from_file_location(Path(request["script"]).stem, request["script"])
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        module = _load(Path(request["script"]))
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/group",

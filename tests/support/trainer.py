@@ -6,6 +6,7 @@ checked bit by bit without the process that wrote it.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "stdin": False,  # wait for a line on stdin before the saves
     "end": "close",  # how the process ends; see `main`
     "on_busy": "wait",
+    "part_mib": None,
     "uploader": "process",  # the id of a thread's process is told as 0
     "linger_s": 60.0,
     "pause_s": 0.0,  # between saves
@@ -50,12 +52,14 @@ def tell(*words: object) -> None:
 
 
 def main(url: str, given: dict[str, Any]) -> None:
+    faulthandler.enable()  # SIGABRT tells where its threads are
     opt = DEFAULTS | given
     from objckpt import Checkpointer, SaveOptions, StoreOptions
     from objckpt.errors import ObjckptError
 
     store = StoreOptions(retry_deadline_s=60.0, request_timeout_s=20.0)
-    options = SaveOptions(**{name: opt[name] for name in ("linger_s", "on_busy", "uploader")})
+    part_bytes = opt["part_mib"] and opt["part_mib"] << 20
+    options = SaveOptions(part_bytes=part_bytes, **{name: opt[name] for name in ("linger_s", "on_busy", "uploader")})
     ckpt = Checkpointer(url, store=store, options=options)
     tell("made", os.getpid())
     step = opt["first"]
@@ -90,6 +94,8 @@ def end(how: str, ckpt: Any, step: int) -> None:
     if how == "close":
         ckpt.close()
         tell("closed")
+        sys.stderr.flush()
+        os._exit(0)  # nothing is left to settle, and to unload torch takes a second; other ends are real ones
     elif how == "return":
         pass
     elif how == "sys.exit":
