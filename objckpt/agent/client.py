@@ -19,6 +19,7 @@ from objckpt.agent.protocol import Channel, Message, agent_address
 from objckpt.errors import AgentError
 
 logger = logging.getLogger("objckpt")
+_START_S = 20.0  # an agent answers within, on any host on which saves succeed
 
 
 class AgentClient:
@@ -43,7 +44,7 @@ class AgentClient:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(ours)
         if mode == "process":
-            self._start_process(theirs)
+            self._start_process(theirs, open_door(hello["url"], hello["rank"]))
         else:
             self._start_thread(theirs)
         self._channel.send(hello)
@@ -77,15 +78,17 @@ class AgentClient:
         with contextlib.suppress(OSError):
             os.close(self._channel.sock.detach())
 
-    def _start_process(self, theirs: socket.socket) -> None:
+    def _start_process(self, theirs: socket.socket, door: socket.socket | None) -> None:
         # Its stderr goes to memory: inherited, it would keep a pipe such as `train.py | tee log` open while it lingers.
         self._stderr = os.memfd_create("objckpt-agent-stderr", os.MFD_CLOEXEC)
         package_dir = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([package_dir, *filter(None, [os.environ.get("PYTHONPATH")])])
+        sockets = [theirs] if door is None else [theirs, door]
+        fds = [sock.fileno() for sock in sockets]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "objckpt.agent", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-P", "-m", "objckpt.agent", *map(str, fds)],
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
@@ -97,7 +100,8 @@ class AgentClient:
                 f'the uploader process cannot be started: {err}; uploader="thread" needs no process'
             ) from err
         finally:
-            theirs.close()
+            for sock in sockets:
+                sock.close()
 
     def _start_thread(self, theirs: socket.socket) -> None:
         from objckpt.agent.server import serve
@@ -142,6 +146,18 @@ class AgentClient:
         return words
 
 
+def open_door(url: str, rank: int) -> socket.socket | None:
+    """The socket on which an agent meets its trainer's successors. Opened before the agent starts, whose imports take half a
+    second: whoever comes meanwhile waits. None: another live agent on this host has the same URL and rank."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        door = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        door.bind(agent_address(url, rank))
+        door.listen(16)
+        stack.pop_all()
+        return door
+    return None
+
+
 def wait_for_predecessor(url: str, rank: int, bound_s: float) -> bool:
     """Block while an agent of the same URL, user and rank, whose trainer is dead, is still settling its saves.
 
@@ -151,7 +167,7 @@ def wait_for_predecessor(url: str, rank: int, bound_s: float) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.connect(agent_address(url, rank))
-            sock.settimeout(5)
+            sock.settimeout(_START_S)
             if sock.recv(1) != b"L":
                 return False
         except OSError:

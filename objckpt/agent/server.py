@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from objckpt.agent.protocol import Channel, Message, agent_address
+from objckpt.agent.protocol import Channel, Message
 from objckpt.agent.retention import Retention
 from objckpt.config import SaveOptions, StoreOptions
 from objckpt.errors import ConnectError, ObjckptError, SaveError
@@ -33,13 +33,16 @@ logger = logging.getLogger("objckpt")
 _PROGRESS_EVERY_S = 0.2
 
 
-def serve(sock: socket.socket, *, own_process: bool) -> None:
-    """Serve one trainer until it says bye, or is gone and what it staged is settled (at most `linger_s` later)."""
+def serve(sock: socket.socket, door: socket.socket | None = None, *, own_process: bool) -> None:
+    """Serve one trainer until it says bye, or is gone and what it staged is settled (at most `linger_s` later).
+
+    door: where its successors are met, see `client.open_door`.
+    """
     channel = Channel(sock)
     try:
         hello = channel.receive()
         if hello is not None:
-            asyncio.run(_Agent(channel, hello, own_process).run())
+            asyncio.run(_Agent(channel, hello, door, own_process).run())
     finally:
         # Shut down first: the receiving thread blocks on this socket, and a mere close would not reach the trainer.
         with contextlib.suppress(OSError):
@@ -48,8 +51,8 @@ def serve(sock: socket.socket, *, own_process: bool) -> None:
 
 
 class _Agent:
-    def __init__(self, channel: Channel, hello: Message, own_process: bool) -> None:
-        self.channel, self.own_process = channel, own_process
+    def __init__(self, channel: Channel, hello: Message, door: socket.socket | None, own_process: bool) -> None:
+        self.channel, self.door, self.own_process = channel, door, own_process
         self.url: str = hello["url"]
         self.session: str = hello["session"]
         self.rank: int = hello["rank"]
@@ -61,7 +64,6 @@ class _Agent:
         self.resumed: int | None = None  # the checkpoint that this session started from; retention keeps it
         self.told_foreign = False
         self.stage = ""  # of the save at work: open, upload, commit
-        self.door: socket.socket | None = None
         self.arena: ArenaReader | None = None
         self.inbox: asyncio.Queue[Message | None] = asyncio.Queue()
         self.trainer_gone = asyncio.Event()
@@ -72,7 +74,10 @@ class _Agent:
         threading.Thread(target=self._receive, name="objckpt-agent-receive", daemon=True).start()
         if self.own_process:
             threading.Thread(target=self._watch_trainer, name="objckpt-agent-watch", daemon=True).start()
-            threading.Thread(target=self._meet_successors, name="objckpt-agent-meet", daemon=True).start()
+        if self.door is not None:
+            threading.Thread(
+                target=self._meet_successors, args=(self.door,), name="objckpt-agent-meet", daemon=True
+            ).start()
         self.store = open_store(self.url, self.store_options)
         self.writer = LogWriter(
             self.store, self.session, self.world_size, self.store_options.retry_deadline_s, warn=self._warn
@@ -130,14 +135,9 @@ class _Agent:
         await self.trainer_gone.wait()
         await asyncio.sleep(self.options.linger_s)
 
-    def _meet_successors(self) -> None:
+    def _meet_successors(self, door: socket.socket) -> None:
         """Whoever connects is told whether our trainer lives, and sees the connection end when we do."""
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
-            door.bind(
-                agent_address(self.url, self.rank)
-            )  # taken: another live job writes the same prefix from this host
-            door.listen(16)
-            self.door = door
+        with contextlib.suppress(OSError), door:
             guests = []
             while True:
                 guest, _ = door.accept()

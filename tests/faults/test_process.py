@@ -11,7 +11,6 @@ import os
 import random
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +26,6 @@ from support.trainer import state_of
 from support.zygote import Forked, Zygote
 
 from objckpt import Checkpointer, SaveOptions, StoreOptions
-from objckpt.agent.protocol import agent_address
 from objckpt.cli.main import run
 from objckpt.errors import AgentError, NotCommittedError, SaveError
 
@@ -206,19 +204,6 @@ def gone(pid: int, limit_s: float = LIMIT_S) -> None:
         time.sleep(0.02)
 
 
-def meets_successors(url: str, limit_s: float = LIMIT_S) -> None:
-    """Wait until the agent of this URL has started so far that a successor finds it: its imports take a second."""
-    end = time.monotonic() + limit_s
-    while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            with contextlib.suppress(ConnectionRefusedError):
-                sock.connect(agent_address(url, 0))
-                assert sock.recv(1) == b"T"
-                return
-        assert time.monotonic() < end, "the agent meets nobody"
-        time.sleep(0.02)
-
-
 def steps(url: str) -> list[int]:
     """The committed steps, each read back to its last bit; the reader meets no agent."""
     with Checkpointer(url) as ckpt:
@@ -253,7 +238,6 @@ def in_flight(
 def test_a_killed_trainers_save_is_committed_and_resumed_from(url, start, own):
     with contextlib.ExitStack() as stack:
         trainer, agent = in_flight(url, start, own, stack)
-        meets_successors(url)
         trainer.kill()
         assert is_agent(agent)
         successor = start(mib=MIB, saves=1)
