@@ -183,7 +183,7 @@ def fsdp1(size: int, seed: int, mesh: bool) -> tuple[Any, torch.optim.Optimizer]
     net, _, _ = jobs().build("plain", size, seed)
     given = jobs().mesh(size) if mesh else None
     wrapped = FullyShardedDataParallel(net, device_id=torch.device("cpu"), device_mesh=given, use_orig_params=True)
-    return wrapped, jobs().AdamW(wrapped.parameters(), lr=0.01)
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.01)
 
 
 def whole(net: Any, optimizer: Any) -> dict[str, torch.Tensor]:
