@@ -21,6 +21,7 @@ from support.memory_store import MemoryBucket, MemoryStore
 
 from objckpt import Checkpointer, SaveOptions, collect, restore
 from objckpt.agent import server
+from objckpt.agent.client import open_door
 from objckpt.agent.protocol import agent_address
 from objckpt.cli.main import run
 from objckpt.errors import AccessError, NotCommittedError, SaveError, StoreError
@@ -195,12 +196,14 @@ def test_a_trainer_that_dies_leaves_an_uploader_that_still_does_it(weed_url: str
 
 def test_successors_do_not_wait_for_deletions() -> None:
     agent = object.__new__(server._Agent)
-    agent.url, agent.rank, agent.trainer_pid, agent.door = f"s3://b/{os.getpid()}", 0, os.getpid(), None
-    meeting = threading.Thread(target=agent._meet_successors, daemon=True)
+    url = f"s3://b/{os.getpid()}"
+    door = open_door(url, 0)
+    assert door is not None
+    agent.trainer_pid, agent.door = os.getpid(), door
+    meeting = threading.Thread(target=agent._meet_successors, args=(door,), daemon=True)
     meeting.start()
-    wait_until(lambda: agent.door is not None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as guest:
-        guest.connect(agent_address(agent.url, 0))
+        guest.connect(agent_address(url, 0))
         guest.settimeout(20)
         assert guest.recv(1) == b"T"
         agent._part_with_successors()
