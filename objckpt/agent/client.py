@@ -19,7 +19,7 @@ from objckpt.agent.protocol import Channel, Message, agent_address
 from objckpt.errors import AgentError
 
 logger = logging.getLogger("objckpt")
-_START_S = 20.0  # an agent answers within, on any host on which saves succeed
+_START_S = 20.0  # a live agent answers within, even one that still imports on a busy host
 
 
 class AgentClient:
@@ -161,8 +161,8 @@ def open_door(url: str, rank: int) -> socket.socket | None:
 def wait_for_predecessor(url: str, rank: int, bound_s: float) -> bool:
     """Block while an agent of the same URL, user and rank, whose trainer is dead, is still settling its saves.
 
-    At most `bound_s` seconds. Without this a restarted trainer would resume from an older checkpoint and fence the newer.
-    Returns whether there was one.
+    At most `bound_s` seconds, after at most 20 for its answer. Without this a restarted trainer would resume from an older
+    checkpoint and fence the newer. Returns whether there was one.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:

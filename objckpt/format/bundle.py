@@ -9,10 +9,8 @@ from objckpt.errors import FormatError
 from objckpt.format import checksums, keys, wire
 
 MAGIC = b"OCKPTBDL"
-SIZES = (
-    256,
-    32,
-)  # records in each; the first slot is a multiple of it. Small ones keep the tail of single records short
+# Records in each; the first slot is a multiple of it. Small ones keep the tail of single records short.
+SIZES = (256, 32)
 MAX_BYTES = 64 * limits.MiB
 
 

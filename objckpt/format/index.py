@@ -30,9 +30,8 @@ class Index:
     chunks: ChunkTable
     codecs: list[str]
     tree: bytes | None = field(default=None, repr=False)
-    replicated: bytes = field(
-        default=NOTHING_ALIKE, repr=False
-    )  # msgpack of rows: FQN and digest of what ranks have alike
+    # msgpack of rows: FQN and digest of what ranks have alike.
+    replicated: bytes = field(default=NOTHING_ALIKE, repr=False)
     tensors: Sequence[TensorEntry] = ()  # at least those of the shards, when it was read
 
     @property

@@ -302,9 +302,8 @@ class ChunkTable:
     raw: Column
     codec: Column
     crc: Column
-    ends: Integers = field(
-        init=False, repr=False, compare=False
-    )  # raw bytes of the chunks before; one more than chunks
+    # Raw bytes of the chunks before each, and of all.
+    ends: Integers = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(self.raw, dtype=np.int64)))

@@ -228,9 +228,7 @@ def gather(indexes: list[Index], commit: Commit) -> dict[str, StoredTensor]:
     """The tensors of some or all indexes, checked against each other."""
     numbers: dict[str, int] = {}  # of each FQN
     entries: list[TensorEntry] = []
-    by_table: dict[
-        int, Integers
-    ] = {}  # of each table of tensors, that many ranks may share: the numbers of its tensors
+    by_table: dict[int, Integers] = {}  # of each table of tensors, which ranks share: the numbers of its tensors
     tables = [index.table for index in indexes]
     for table in tables:
         if id(table.tensors) not in by_table:

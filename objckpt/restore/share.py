@@ -208,9 +208,8 @@ class Sharing:
             return False  # whole rows: a rank fetches what it wants
         # Between the first and the last byte, and the rest of their chunks: unless runs are far apart, all that is fetched.
         tried = wanted.take(np.arange(0, len(wanted), -(-len(wanted) // _TRIED)))
-        strides = np.cumprod(np.concatenate((np.ones((len(cut), 1), np.int64), cut.shape[:, :0:-1]), axis=1), axis=1)[
-            :, ::-1
-        ]
+        inner = np.cumprod(cut.shape[:, :0:-1], axis=1)[:, ::-1]
+        strides = np.concatenate((inner, np.ones((len(cut), 1), np.int64)), axis=1)
         held, chunk, fetched = cut.elements, limits.CHUNK_BYTES // stored.itemsize, 0
         for row in range(len(tried)):
             rows, common = cut.common(tried[row])
@@ -227,17 +226,7 @@ class Sharing:
         nbytes = np.concatenate([c.boxes.elements * t.itemsize for c, t in zip(cuts, tensors, strict=True)])
         reader, place = _spread(np.concatenate([c.ranks for c in cuts]), nbytes, size)
         first = np.cumsum([0, *(len(c.boxes) for c in cuts)])
-        taken = [np.zeros((0, 3), np.int64)]  # unit, target, row of `common`
-        for number, (cut, stored) in enumerate(zip(cuts, tensors, strict=True)):
-            for tensor, box in self._targets.get(stored.fqn, ()):
-                rows, common = cut.boxes.common(box)
-                target = np.full_like(rows, len(self._taking))
-                taken.append(np.stack((first[number] + rows, target, np.arange(len(rows))), axis=1))
-                self._taking.append(_Target(tensor, stored, box, common))
-        gets = np.concatenate(taken)
-        got = np.concatenate([np.zeros(0, np.int64), *(t.common.elements * t.stored.itemsize for t in self._taking)])
-        order = np.argsort(gets[:, 0], kind="stable")  # by unit, then by target
-        gets, got = gets[order], got[order]
+        gets, got = self._gets(tensors, cuts, first)
         round_bytes = size * ROUND_BYTES
         rounds = _rounds(reader, place, nbytes, round_bytes)
         most = int(np.bincount(rounds[gets[:, 0]], got).max(initial=0.0))
@@ -252,6 +241,23 @@ class Sharing:
             number = int(np.searchsorted(first, unit, "right")) - 1
             box = cuts[number].boxes[unit - int(first[number])]
             self._rounds[rounds[unit]].reads.append(_Unit(tensors[number], box))
+
+    def _gets(
+        self, tensors: Sequence[StoredTensor], cuts: Sequence[_Held], first: Integers
+    ) -> tuple[Integers, Integers]:
+        """Of each piece that this rank gets: its unit, target, and row of `common`; and its bytes. By unit, then by target."""
+        rows_of: list[Integers] = [np.zeros((0, 3), np.int64)]
+        nbytes_of: list[Integers] = [np.zeros(0, np.int64)]
+        for number, (cut, stored) in enumerate(zip(cuts, tensors, strict=True)):
+            for tensor, box in self._targets.get(stored.fqn, ()):
+                rows, common = cut.boxes.common(box)
+                target = np.full_like(rows, len(self._taking))
+                rows_of.append(np.stack((first[number] + rows, target, np.arange(len(rows))), axis=1))
+                nbytes_of.append(common.elements * stored.itemsize)
+                self._taking.append(_Target(tensor, stored, box, common))
+        gets, nbytes = np.concatenate(rows_of), np.concatenate(nbytes_of)
+        order = np.argsort(gets[:, 0], kind="stable")
+        return gets[order], nbytes[order]
 
     def _read(self, units: Sequence[_Unit]) -> list[torch.Tensor]:
         filler = Filler(self.store, self.checkpoint, self.progress)

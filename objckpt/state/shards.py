@@ -13,9 +13,8 @@ import torch
 from objckpt.errors import UnsupportedTypeError
 from objckpt.geometry import Box, Layout, Piece
 
-SMALL_BYTES = (
-    64 * 1024
-)  # replicated leaves up to this size are always written by the first replica: readers find them there
+# Replicated leaves up to this size are always written by the first replica: readers find them there.
+SMALL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from objckpt.errors import (
 from objckpt.store import Store, Uploads, open_store, open_uploads
 
 URL = "s3://bucket/run1"
-OPTIONS = StoreOptions(request_timeout_s=30, retry_deadline_s=60)  # longer than a loaded machine stalls
+OPTIONS = StoreOptions(request_timeout_s=5, retry_deadline_s=20)
 PARTS = [random.Random(n).randbytes(size) for n, size in enumerate((300_000, 300_000, 7))]
 DATA = b"".join(PARTS)
 
@@ -176,7 +176,7 @@ def test_a_late_first_try_of_a_part_is_repaired(serve: Serve) -> None:  # E067
     server = serve(script)
     with_uploads(server, multipart, request_timeout_s=1)
     assert bucket.objects["run1/data/m"] == DATA
-    assert server.count("CompleteMultipartUpload") >= 2
+    assert server.count("CompleteMultipartUpload") == 2
 
 
 def test_a_stored_object_that_is_short_is_noticed(serve: Serve) -> None:  # E071
@@ -213,7 +213,8 @@ def test_slow_down_lowers_the_pace_and_the_upload_succeeds(serve: Serve) -> None
     assert bucket.objects["run1/data/m"] == DATA
     for times in seen.values():
         gaps = [b - a for a, b in itertools.pairwise(times)]
-        assert all(gap >= 0.125 * 2**n for n, gap in enumerate(gaps)), gaps  # each pause twice as long, or more
+        assert gaps == sorted(gaps)
+        assert gaps[0] > 0.1
 
 
 def test_a_reset_body_is_sent_again(serve: Serve) -> None:  # E065
@@ -232,7 +233,7 @@ def test_a_permanent_reset_ends_at_the_deadline(serve: Serve) -> None:  # E065
     begin = time.monotonic()
     with pytest.raises(ConnectError, match=server.url):
         with_uploads(server, multipart, retry_deadline_s=2)
-    assert time.monotonic() - begin < 25
+    assert time.monotonic() - begin < 6
     assert bucket.uploads == {}
 
 
@@ -263,7 +264,7 @@ def test_a_refused_first_connection_is_an_error_soon() -> None:
     begin = time.monotonic()
     with pytest.raises(ConnectError, match=str(port)):
         store.list()
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 20
 
 
 @pytest.mark.parametrize("read_body", [True, False])
@@ -499,7 +500,7 @@ def test_a_bucket_in_another_region(serve: Serve) -> None:  # E085
     with pytest.raises(BucketError, match="eu-west-1"):
         with_uploads(server, multipart)
     assert len(server.requests) <= 6
-    assert time.monotonic() - begin < 25
+    assert time.monotonic() - begin < 5
 
 
 # ---- reading
@@ -655,7 +656,7 @@ def test_put_if_absent_is_one_request_whatever_happens(serve: Serve) -> None:
             return reply if request.operation == "PutObject" and "if-none-match" in request.headers else bucket(request)
 
         server = serve(script)
-        store = store_at(server, **({"request_timeout_s": 1} if isinstance(reply, Hang) else {}))
+        store = store_at(server, request_timeout_s=1)
         store.put("log/warm", b"x")  # the connection that breaks is a kept-alive one
         with pytest.raises(expected) as caught:
             store.put_if_absent("log/x", b"x")

@@ -91,7 +91,7 @@ def test_a_full_store(start, monkeypatch, how):
     server = start(*(["-master.volumeSizeLimitMB=30", "-volume.max=2"] if how == "volumes" else []))
     url = lead_to(server, monkeypatch)
     store = StoreOptions(retry_deadline_s=6, request_timeout_s=6)
-    with Checkpointer(url, store=store, options=SaveOptions(uploader="thread")) as ckpt:
+    with Checkpointer(url, store=store) as ckpt:
         ckpt.save(1, state_of(1, 8 * MiB)).wait_committed(60)
         if how == "file-size":
             limits = resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (16 * MiB, resource.RLIM_INFINITY))

@@ -17,7 +17,7 @@ SOAK = Path(soak.__file__)
 @pytest.mark.timeout(240)
 def test_a_few_rounds(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(SOAK), "--rounds", "3", "--seed", "3", "--mib", "0.5", "--minutes", "2", "--directory", tmp_path],
+        [sys.executable, str(SOAK), "--rounds", "6", "--seed", "3", "--mib", "0.5", "--minutes", "2", "--directory", tmp_path],
         capture_output=True, text=True, timeout=220, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

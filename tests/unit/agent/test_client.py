@@ -17,8 +17,8 @@ def test_the_reason_of_a_failed_start_is_told(uploader: str, tmp_path: Path, mon
     store = StoreOptions(endpoint_url="http://127.0.0.1:9", profile="not-there")
     ckpt = Checkpointer("s3://bucket/run", store=store, options=SaveOptions(uploader=uploader))
     with pytest.raises(ObjckptError, match="not-there"):
-        ckpt.save(1, {"n": 1}).wait_committed(100)
+        ckpt.save(1, {"n": 1}).wait_committed(30)
     with pytest.raises(ObjckptError, match="not-there"):
-        ckpt.save(2, {"n": 1}).wait_committed(100)
+        ckpt.save(2, {"n": 1}).wait_committed(30)
     with contextlib.suppress(ObjckptError):  # told already
         ckpt.close()
