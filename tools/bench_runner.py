@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import measure
 import null_s3
@@ -91,7 +91,7 @@ def run(script: str, job: dict[str, Any], measurement: str, args: argparse.Names
     return found
 
 
-def answer(work: Callable[[dict[str, Any]], dict[str, Any]], job: str) -> int:
+def answer(work: Callable[[dict[str, Any]], dict[str, Any]], job: str) -> NoReturn:
     """The worker's side of `run`. Ends at once, as the tear-down of torch's modules takes a second."""
     print(json.dumps(work(json.loads(job))), flush=True)
     os._exit(0)

@@ -27,7 +27,7 @@ from objckpt.agent import server
 from objckpt.errors import ConnectError, ObjckptError
 from objckpt.format import keys
 from objckpt.handle import SaveHandle
-from objckpt.save import gather, upload
+from objckpt.save import upload
 
 STEPS = 2
 MORE_STEPS = 3
@@ -171,14 +171,14 @@ def own_state(number: int) -> dict[str, Any]:
 
 
 def restore(
-    rank: int, size: int, urls: dict[Any, str], cases: dict[str, list[Any]]
+    rank: int, size: int, sources: dict[Any, str], layouts: list[str]
 ) -> dict[Any, tuple[dict[str, torch.Tensor], list[float]]]:
-    """Restore into each layout its sources; what is there afterwards, and the losses of going on."""
+    """Restore each source into each layout; what is there afterwards, and the losses of going on."""
     out = {}
-    for layout, sources in cases.items():
-        for source in sources:
+    for source, url in sources.items():
+        for layout in layouts:
             net, wrapped, optimizer = build(layout, size, seed=1)
-            ckpt = checkpointer(urls[source])
+            ckpt = checkpointer(url)
             state = {"model": net, "optim": optimizer, "step": 0}
             assert ckpt.restore(state) == STEPS and state["step"] == STEPS
             ckpt.close()
@@ -266,19 +266,31 @@ def rows(size: int, value: float) -> dict[str, torch.Tensor]:
     return {"w": torch.full((3,), value), "own": distribute_tensor(whole, mesh(size), [Shard(0)], src_data_rank=None)}
 
 
-def die(rank: int, size: int, url: str, victim: int) -> Any:
-    """A checkpoint; then a rank and its uploader are killed in the middle of the next one, before its pack is complete."""
-    set_deadline = deadlines()
-    ckpt, state = checkpointer(url, part_bytes=8 << 20), rows(size, 1.0)
+def die(rank: int, size: int, url: str, victim: int, uploader: str) -> Any:
+    """A checkpoint; then a rank and its uploader are killed in the middle of the next one. The others have 2 s from there on.
+
+    A thread as uploader dies before its pack is complete, a process before it has sent anything.
+    """
+    set_deadline, dies = deadlines(), rank == victim
+    ckpt = checkpointer(url, part_bytes=8 << 20, uploader=uploader if dies else "thread")
+    state = rows(size, 1.0)
     ckpt.save(1, state).wait_committed(LONG_S)
     dist.barrier()
-    set_deadline(2.0)
-    if rank == victim:
+    if not dies:
+        set_deadline(2.0)
+    elif uploader == "thread":
         upload._Pack.complete = end_here  # type: ignore[method-assign]
-    found = outcome(ckpt.save(2, state))
+    else:
+        os.kill(agent_pid(ckpt), signal.SIGSTOP)
+    handle = ckpt.save(2, state)
+    if dies and uploader == "process":
+        end_with_agent(ckpt)
+    began = time.monotonic()
+    found = outcome(handle)
+    took = time.monotonic() - began
     visible = [c.step for c in ckpt.checkpoints()]
     ckpt.close()
-    return found, visible
+    return found, took, visible
 
 
 def resume(rank: int, size: int, url: str, next_step: int) -> Any:
@@ -374,6 +386,11 @@ def end_here(*args: Any, **kwargs: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def end_with_agent(ckpt: Checkpointer) -> Any:
+    os.kill(agent_pid(ckpt), signal.SIGKILL)
+    end_here()
+
+
 def until(condition: Callable[[], Any], limit_s: float = LONG_S) -> None:
     end = time.monotonic() + limit_s
     while not condition():
@@ -394,44 +411,40 @@ def index_is_there(ckpt: Checkpointer, step: int, rank: int) -> bool:
 
 
 def die_in_save(rank: int, size: int, url: str, victim: int, moment: str, folder: str, deadline_s: float) -> Any:
-    """Restore and save; then a rank dies in the next save, or already in the first one, which has the deadline.
+    """Restore and save; then a rank and its uploader, a process, are killed in the next save, or already in the first one.
 
-    It dies "staging", or when its "index" is uploaded; "alone", once it has handed its part to an uploader that lives on. The
-    others save when it is dead, but for "staging". They tell what they have restored, and how the save in question ended.
+    It dies "staging", or when its "index" is uploaded; "alone", when its uploader, which lives on, has its part. The others save
+    when it is dead, but for "staging". They tell what they have restored, how the save in question ended, and after how long.
     """
-    dead = Path(folder) / "dead"
-
-    def end(*args: Any, **kwargs: Any) -> Any:
-        dead.touch()
-        end_here()
-
-    set_deadline = deadlines()
-    alone = rank == victim and moment == "alone"
-    first_s = deadline_s if moment == "staging the first" else LONG_S
-    ckpt = checkpointer(url, uploader="process" if alone else "thread", rank_deadline_s=first_s)
+    dead, set_deadline, dies = Path(folder) / "dead", deadlines(), rank == victim
+    first = moment == "staging the first"
+    ckpt = checkpointer(url, uploader="process" if dies else "thread", rank_deadline_s=deadline_s if first else LONG_S)
     state = filled(size, 0)
     found = ckpt.restore(state)
     restored, step = (found, numbers(state)), (found or 0) + 1
-    if moment != "staging the first":
+    ckpt.prepare(state)
+    if not first:
         ckpt.save(step, filled(size, step)).wait_committed(LONG_S)
         step += 1
-        if not alone:
+        if not dies:
             set_deadline(deadline_s)
     state = filled(size, step)
     meet(rank, size, folder, "saved")
-    if rank == victim:
-        if moment.startswith("staging"):
-            ckpt._stager.stage = end
-        elif moment == "index":  # what comes next
-            gather.wait_for_ranks = gather.wait_for_outcome = end
-    elif not moment.startswith("staging"):
+    if dies and moment.startswith("staging"):
+        ckpt._stager.stage = lambda *args: end_with_agent(ckpt)
+    elif not dies and not moment.startswith("staging"):
         until(dead.exists)
+    began = time.monotonic()
     handle = ckpt.save(step, state)
-    if alone:
-        end()
-    out = outcome(handle)
+    if dies:
+        if moment == "index":
+            until(lambda: index_is_there(ckpt, step, rank))
+            os.kill(agent_pid(ckpt), signal.SIGKILL)
+        dead.touch()
+        end_here()
+    outcomes = outcome(handle), time.monotonic() - began
     ckpt.close()
-    return restored, out
+    return restored, *outcomes
 
 
 def go_on(rank: int, size: int, url: str, step: int) -> Any:

@@ -42,9 +42,10 @@ def test_a_rank_that_dies_before_the_commit_costs_this_checkpoint_only(
         given = (weed_url, victim, moment, str(folder), DEADLINE_S)
         found = ranks.run(3, jobs, "die_in_save", *given, may_die=(victim,))
         assert found.pop(victim) == KILLED
-        for restored, (kind, text) in found:
+        for restored, (kind, text), took_s in found:
             assert restored == ((steps[-1], {float(steps[-1])}) if steps else (None, {0.0})), moment
             assert kind == "SaveError" and re.search(f"({why}).* within 2 s", text), (moment, text)
+            assert took_s < DEADLINE_S + 10, moment
         steps += [] if moment == "staging the first" else [len(steps) + 1]
         assert committed(weed_url, capsys) == steps, moment
     assert ranks.run(2, jobs, "go_on", weed_url, 3) == [(2, {2.0}, ("", "3"))] * 2
@@ -61,7 +62,7 @@ def test_a_rank_that_dies_while_its_part_is_safe_costs_nothing(
         folder.mkdir()
         found = ranks.run(3, jobs, "die_in_save", weed_url, victim, moment, str(folder), LONG_S, may_die=(victim,))
         assert found.pop(victim) == KILLED
-        assert [result for _, result in found] == [("", str(last))] * 2, moment
+        assert [result for _, result, _ in found] == [("", str(last))] * 2, moment
         assert committed(weed_url, capsys) == list(range(1, last + 1)), moment
     assert ranks.run(2, jobs, "go_on", weed_url, 5) == [(4, {4.0}, ("", "5"))] * 2
     assert committed(weed_url, capsys) == [1, 2, 3, 4, 5]

@@ -40,12 +40,13 @@ def test_refusals_reach_every_rank_by_name(ranks: Ranks, jobs: Path, weed_url: s
         assert (kind == "ConnectError") if rank == 1 else (kind == "PeerError" and "no route to the store" in text)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_dies_in_mid_save(victim: int, ranks: Ranks, jobs: Path, weed_url: str) -> None:
-    found = ranks.run(4, jobs, "die", weed_url, victim, may_die=(victim,))
+@pytest.mark.parametrize(("victim", "uploader"), [(0, "process"), (2, "process"), (2, "thread")])
+def test_a_rank_that_dies_in_mid_save(victim: int, uploader: str, ranks: Ranks, jobs: Path, weed_url: str) -> None:
+    found = ranks.run(4, jobs, "die", weed_url, victim, uploader, may_die=(victim,))
     assert found.pop(victim) == KILLED
-    for (kind, text), visible in found:  # another one may be late beside it
+    for (kind, text), took_s, visible in found:  # another one may be late beside it
         assert kind == "SaveError" and re.search(rf"ranks? [0-9, ]*\b{victim}\b.* within 2 s", text), text
+        assert took_s < 2 + 12
         assert visible == [1]
     for result in ranks.run(3, jobs, "resume", weed_url, 2):
         assert result == (1, (3.0, float(4 * (9 << 18))), ("", "2"))

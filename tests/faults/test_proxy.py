@@ -23,8 +23,8 @@ from objckpt.store import open_store
 pytestmark = pytest.mark.skipif(GIVEN, reason="its own server: some cases kill it")
 MiB = 1 << 20
 STATE_MIB = 18  # three parts
-LIMIT_S = 100.0  # of anything that is waited for
-STORE = StoreOptions(request_timeout_s=4.0, connect_timeout_s=4.0, retry_deadline_s=60.0, connections=4)
+LIMIT_S = 60.0  # of anything that is waited for
+STORE = StoreOptions(request_timeout_s=4.0, connect_timeout_s=4.0, retry_deadline_s=25.0, connections=4)
 OPTIONS = SaveOptions(part_bytes=8 * MiB)
 
 PART = r"partNumber=\d"

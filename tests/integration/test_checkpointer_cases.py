@@ -385,7 +385,7 @@ def test_e060_sources_are_not_kept(stub):
 
 
 def test_e061_clients_are_not_made_for_each_save(stub, monkeypatch):
-    """120 saves: one client of each kind, sockets of one pool, no growth of descriptors, threads or memory."""
+    """300 saves: one client of each kind, sockets of one pool, no growth of descriptors, threads or memory."""
     made = []
     for cls in (botocore.session.Session, AioSession):
         create = cls.create_client
@@ -398,7 +398,7 @@ def test_e061_clients_are_not_made_for_each_save(stub, monkeypatch):
 
     state, most = {"w": torch.ones(256)}, 0
     with stub.open() as ckpt:
-        for step in range(120):
+        for step in range(300):
             ckpt.save(step, state).wait_committed()
             most = max(most, len(stub.server._connections))
             if step == 49:
@@ -409,7 +409,7 @@ def test_e061_clients_are_not_made_for_each_save(stub, monkeypatch):
         assert most <= 2 * (ckpt._store.options.connections + 4)
         assert stub.server.connections_made <= 100  # idle ones end after 12 s and are made again
     assert after[0] - before[0] <= 4 and after[1] - before[1] <= 4, (before, after)
-    assert after_bytes - before_bytes < 15 * MiB
+    assert after_bytes - before_bytes < 30 * MiB
 
 
 # ---- network --------------------------------------------------------------------------------------------------------
@@ -437,17 +437,17 @@ def test_e064_slow_down_is_answered_by_fewer_requests_and_longer_pauses(stub, mo
         return error(503, "SlowDown", "Please reduce your request rate.")
 
     stub.fault = slow
-    state = {"w": torch.arange(4 * MiB, dtype=torch.int64)}
+    state = {"w": torch.arange(6 * MiB, dtype=torch.int64)}
     with stub.open(part_bytes=8 * MiB) as ckpt:
         ckpt.save(1, state).wait_committed(100)
         stub.fault = lambda request: None
         assert torch.equal(ckpt.load()["w"], state["w"])
-    assert len(times) == 5 and all(len(seen) == 9 for seen in times.values())  # four parts and the index
+    assert len(times) == 7 and all(len(seen) == 9 for seen in times.values())  # six parts and the index
     gaps = [[b - a for a, b in itertools.pairwise(seen)] for seen in times.values()]
     for row in gaps:
         # From below only: a gap has the wait for a place and for this machine in it, too.
         assert all(gap > 0.0124 * 2**n for n, gap in enumerate(row)), row
-    assert len({round(row[-1], 2) for row in gaps}) > 2  # jitter
+    assert len({round(row[-1], 2) for row in gaps}) > 3  # jitter
     assert max(in_flight[1]) > 2 and max(in_flight[4]) <= 2
 
 

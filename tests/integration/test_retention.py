@@ -132,9 +132,9 @@ def test_run1_is_not_run10(s3_url: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_more_objects_than_one_request_deletes(weed_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    store = open_store(weed_url)
-    train(weed_url, [1], thread())
+def test_more_objects_than_one_request_deletes(s3_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(s3_url)
+    train(s3_url, [1], thread())
     lost = keys.attempt(9, read_log(store).newest().session, 99)
     threads = [
         threading.Thread(target=lambda n=n: [store.put(keys.pack(lost, n, i), b"x") for i in range(130)])  # type: ignore[misc]
@@ -145,7 +145,7 @@ def test_more_objects_than_one_request_deletes(weed_url: str, capsys: pytest.Cap
     for one in threads:
         one.join()
     assert len(store.list("data/")) > 1000
-    assert run(["gc", weed_url, "--grace", "0"]) == 0
+    assert run(["gc", s3_url, "--grace", "0"]) == 0
     assert_exactly_the_live_is_there(store)
 
 

@@ -129,9 +129,8 @@ class StubServer:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", port), backlog=64)
-        self._listener.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # inherited: else each answer with a body waits 40 ms
+        # What it accepts inherits this: else each answer with a body waits 40 ms.
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._connections: set[socket.socket] = set()
