@@ -15,6 +15,8 @@ MAX_KEY_BYTES = 1024
 MAX_DELETE_KEYS = 1000
 MAX_BODY_BYTES = 2 * GiB - 1  # one TLS write larger than this overflows in common stacks
 
+READERS = 16  # small objects read at once: records of the log, indexes
+
 # Format version 1.
 FORMAT_VERSION = 1
 CHUNK_BYTES = 4 * MiB

@@ -17,7 +17,6 @@ from objckpt.log.fold import Log
 from objckpt.store import Store
 
 logger = logging.getLogger("objckpt")
-_REQUESTS = 16
 
 
 def read_bundles(store: Store) -> list[tuple[int, Record | ObjckptError]]:
@@ -37,7 +36,7 @@ def read_bundles(store: Store) -> list[tuple[int, Record | ObjckptError]]:
     if not wanted:
         return []
     out: list[tuple[int, Record | ObjckptError]] = []
-    with ThreadPoolExecutor(min(_REQUESTS, len(wanted)), "objckpt-log") as pool:
+    with ThreadPoolExecutor(min(limits.READERS, len(wanted)), "objckpt-log") as pool:
         for name, records in zip(wanted, pool.map(lambda name: _read(store, name), wanted), strict=True):
             if records is None:
                 break
@@ -79,7 +78,7 @@ def _write(store: Store, log: Log, first: int, count: int) -> bool:
     records = [r for r in log.records if first <= r.seq < first + count]
     if len(records) < count:  # a damaged one: it stays where everybody sees that it is
         return False
-    with ThreadPoolExecutor(_REQUESTS, "objckpt-log") as pool:
+    with ThreadPoolExecutor(limits.READERS, "objckpt-log") as pool:
         raw = list(pool.map(lambda record: _raw(store, record), records))
     made = bundle.encode(first, raw)
     if made is not None:

@@ -13,8 +13,6 @@ from objckpt.log.bundles import read_bundles
 from objckpt.log.fold import Log
 from objckpt.store import Store
 
-_READERS = 16
-
 
 def read_log(store: Store, known: Log | None = None) -> Log:
     """The log as it is now. One LIST, and one small GET for each record that `known` lacks, in parallel. Without `known`
@@ -48,7 +46,7 @@ def read_log(store: Store, known: Log | None = None) -> Log:
         (seq, IntegrityError(f"{keys.record(seq)} is missing from {store.url}", key=keys.record(seq)))
         for seq in sorted(missing)
     ]
-    with ThreadPoolExecutor(max(1, min(_READERS, len(names))), "objckpt-log") as pool:
+    with ThreadPoolExecutor(max(1, min(limits.READERS, len(names))), "objckpt-log") as pool:
         read = list(pool.map(lambda name: read_record(store, name), names))
     return log.extended([*zip((name.seq for name in names), read, strict=True), *gaps])
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from objckpt import limits
 from objckpt.errors import FormatError, IntegrityError, NotFoundError
 from objckpt.format import checksums, keys, values
 from objckpt.format.dtypes import ITEMSIZE
@@ -20,7 +21,6 @@ from objckpt.geometry import Box, Boxes, Integers, tiles
 from objckpt.restore.match import leaves
 from objckpt.store import Store
 
-_READERS = 16
 _MAX_TANGLED = 1024  # boxes of which no plane separates any: compared pair by pair; no sharding makes such
 
 
@@ -163,7 +163,7 @@ def _read_indexes(store: Store, commit: Commit, ranks: Collection[int], have: Se
     known: dict[Any, Any] = {}
     missing = [rank for rank in sorted(ranks) if rank not in found]
     if missing:
-        with ThreadPoolExecutor(min(_READERS, len(missing)), "objckpt-index") as pool:
+        with ThreadPoolExecutor(min(limits.READERS, len(missing)), "objckpt-index") as pool:
             read = pool.map(lambda rank: _read_index(store, commit, rank, known), missing)
             found |= dict(zip(missing, read, strict=True))
     return [found[rank] for rank in sorted(found)]

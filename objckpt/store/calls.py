@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from botocore.config import Config
 
+from objckpt import limits
 from objckpt.config import StoreOptions
 from objckpt.errors import ObjckptError
 from objckpt.store import deadline
@@ -42,8 +43,9 @@ class Calls:
             session = sessions.make_session(self.options)
             settings = sessions.client_settings(session, self.options)
             config = sessions.config_settings(self.options, self.options.request_timeout_s)
-            # Records are read beside the bulk: without spare places urllib3 drops warm connections with a warning.
-            config["max_pool_connections"] += 4
+            # Readers of small objects and a few calls beside them: without a place for each, urllib3 drops warm
+            # connections with a warning.
+            config["max_pool_connections"] = max(self.options.connections, limits.READERS) + 4
             client = session.create_client(config=Config(tcp_keepalive=True, **config), **settings)
         except ObjckptError:
             raise

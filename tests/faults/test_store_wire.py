@@ -213,8 +213,8 @@ def test_slow_down_lowers_the_pace_and_the_upload_succeeds(serve: Serve) -> None
     assert bucket.objects["run1/data/m"] == DATA
     for times in seen.values():
         gaps = [b - a for a, b in itertools.pairwise(times)]
-        assert gaps == sorted(gaps)
-        assert gaps[0] > 0.1
+        # From below only: a gap has the wait for a place and for this machine in it, too.
+        assert all(gap > 0.124 * 2**n for n, gap in enumerate(gaps)), gaps
 
 
 def test_a_reset_body_is_sent_again(serve: Serve) -> None:  # E065
