@@ -17,7 +17,7 @@ from objckpt.config import StoreOptions
 from objckpt.format import checksums, codecs, keys, values
 from objckpt.format.index import Index
 from objckpt.format.records import Commit
-from objckpt.format.tables import ChunkTable, ShardEntry
+from objckpt.format.tables import ChunkTable, ShardEntry, TensorEntry
 from objckpt.geometry import Box
 from objckpt.restore import Checkpoint, open_checkpoint
 
@@ -80,9 +80,13 @@ def write_ranks(
     chunk_bytes: int = 4096,
     codec: str = "raw",
     pack_bytes: int = 2**40,
+    described: Sequence[TensorEntry] = (),
     opened: bool = True,
 ) -> tuple[MemoryStore, Any]:
-    """Write packs and indexes; returns the store and the opened checkpoint (`opened=False`: its commit record)."""
+    """Write packs and indexes; returns the store and the opened checkpoint (`opened=False`: its commit record).
+
+    described: tensors that every index lists, with their layouts.
+    """
     store = new_store()
     listed = []
     for rank, pieces in enumerate(ranks):
@@ -109,7 +113,7 @@ def write_ranks(
         sizes = [(name, len(pack)) for name, pack in zip(names, packs, strict=True)]
         packed = values.pack(tree) if rank == 0 else None
         table = ChunkTable.from_rows(rows)
-        index = Index(7, ATTEMPT, rank, len(ranks), sizes, shards, table, ["raw", "zstd"], packed)
+        index = Index(7, ATTEMPT, rank, len(ranks), sizes, shards, table, ["raw", "zstd"], packed, tensors=described)
         data = index.encode()
         listed.append((checksums.digest_hex(data), len(data)))
         store.put(keys.index(ATTEMPT, rank, listed[-1][0], index.signature), data)

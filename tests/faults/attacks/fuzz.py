@@ -34,7 +34,8 @@ from objckpt.errors import FormatError, IntegrityError, UsageError
 from objckpt.format import bundle, checksums, codecs, keys, records, values, wire
 from objckpt.format.fqn import to_fqn
 from objckpt.format.index import Index
-from objckpt.geometry import Box
+from objckpt.format.tables import TensorEntry
+from objckpt.geometry import Box, Layout
 from objckpt.restore import lazy, load, open_checkpoint, verify
 from objckpt.restore.match import leaves
 
@@ -89,6 +90,20 @@ def some_checkpoints() -> list[tuple[MemoryStore, records.Commit, bytes]]:
     tree = {"w": values.TensorLeaf("w"), "v": values.TensorLeaf("w", False, values.ViewSpec("int64", 8, (3,), (2,))),
             "n": 1, "t": (1, "x"), "d": values.TorchDtype("float16"), "p": values.TorchDevice("cpu")}  # fmt: skip
     made.append(write_ranks([[(("w",), "int64", (4096,), (0,), (4096,), data)]], tree, codec="zstd", chunk_bytes=16384))
+    # Of a mesh, with layouts: by rows, and by rows as FSDP2 over TP cuts them.
+    layouts = {"c": Layout((0, 1), (2, 1), ((0, 1), None)), "s": Layout((0, 1), (2, 1), ((0, 2), (1, 1)))}
+    entries = [TensorEntry((name,), "float32", (8, 8), layout) for name, layout in layouts.items()]
+    square = np.arange(64, dtype=np.float32).reshape(8, 8)
+    ranks = [
+        [
+            (entry.path, "float32", (8, 8), piece.box.offset, piece.box.shape,
+             square[piece.box.offset[0] :][: piece.box.shape[0]].tobytes())
+            for entry in entries
+            for piece in layouts[entry.fqn].pieces((8, 8), (rank, 0))
+        ]
+        for rank in range(2)
+    ]  # fmt: skip
+    made.append(write_ranks(ranks, {n: values.TensorLeaf(n) for n in layouts}, chunk_bytes=64, described=entries))
     found = []
     for store, checkpoint in made:
         found.append((store, checkpoint.commit, store.get(checkpoint.commit.index_key(0), max_bytes=1 << 20)))
@@ -140,17 +155,22 @@ def mutate_bytes(chance: random.Random, data: bytes) -> bytes:
 
 
 def mutate_tree(chance: random.Random, node: Any) -> Any:
-    """One node of decoded msgpack replaced, doubled or taken away; ExtTypes are entered where they hold msgpack."""
+    """One node of decoded msgpack replaced, doubled or taken away; ExtTypes and bytes are entered where they hold msgpack,
+    and columns of numbers get another number."""
     inner: Any = None
-    if isinstance(node, msgpack.ExtType):
+    if isinstance(node, (msgpack.ExtType, bytes)):
         try:
-            inner = msgpack.unpackb(node.data, strict_map_key=False)
+            inner = msgpack.unpackb(node.data if isinstance(node, msgpack.ExtType) else node, strict_map_key=False)
         except Exception:
+            inner = None
+        if isinstance(node, bytes) and not isinstance(inner, (list, dict)):
             inner = None
     if chance.random() < 0.25 or (not (isinstance(node, (list, dict)) and node) and inner is None):
         return odd(chance, node)
     if isinstance(node, msgpack.ExtType):
         return msgpack.ExtType(node.code, msgpack.packb(mutate_tree(chance, inner)))
+    if isinstance(node, bytes):
+        return msgpack.packb(mutate_tree(chance, inner))
     if isinstance(node, list):
         out, at = list(node), chance.randrange(len(node))
         kind = chance.randrange(6)
@@ -169,6 +189,11 @@ def mutate_tree(chance: random.Random, node: Any) -> Any:
 
 def odd(chance: random.Random, node: Any) -> Any:
     kind = chance.randrange(5)
+    if kind == 0 and isinstance(node, bytes) and len(node) > 3:
+        width = chance.choice([n for n in (1, 4, 8) if len(node) % n == 0])
+        at = chance.randrange(len(node) // width) * width
+        number = chance.choice((0, 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1, chance.randrange(2**64))) % 256**width
+        return node[:at] + number.to_bytes(width, "little") + node[at + width :]
     if kind == 0 and type(node) is int:
         return max(-(2**63), min(2**64 - 1, node + chance.choice((-1, 1, 4096, 2**40))))
     if kind == 1 and isinstance(node, (bytes, str)) and node:

@@ -355,3 +355,26 @@ def test_where_the_log_keeps_nobody_apart_a_late_rank_asks_rank_0() -> None:
     assert ATTEMPT not in read_log(store).aborted
     with pytest.raises(SaveError, match=r"^rank 1 could not save its part: rank 0 did not commit"):
         gather.wait_for_ranks(store, index(0), LONG_S)
+
+
+# ---- how often they look
+
+
+def mean_pauses(ranks: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    monkeypatch.setattr(gather._jitter, "uniform", lambda low, high: (low + high) / 2)
+    return list(itertools.islice(gather._pauses(ranks), 60))
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 1024, 8192, 100_000])
+def test_all_ranks_together_look_a_bounded_number_of_times_a_second(ranks, monkeypatch) -> None:
+    pauses = mean_pauses(ranks, monkeypatch)
+    assert pauses == sorted(pauses)
+    assert ranks / pauses[0] <= 2000.01
+    assert pauses[-1] == max(2.0, ranks / 2000)
+
+
+def test_the_end_is_seen_soon_after_it(monkeypatch) -> None:
+    waited_s = 0.0
+    for pause_s in mean_pauses(4, monkeypatch):
+        assert pause_s <= 0.01 + waited_s / 6
+        waited_s += pause_s
