@@ -86,6 +86,10 @@ class Boxes:
     def take(self, rows: Integers) -> Boxes:
         return Boxes(self.offset[rows], self.shape[rows])
 
+    def relative_to(self, origin: Box) -> Boxes:
+        """The same boxes in coordinates whose zero is `origin.offset`."""
+        return Boxes(self.offset - np.asarray(origin.offset, np.int64), self.shape)
+
     @property
     def elements(self) -> Integers:
         """Of each box."""

@@ -184,7 +184,7 @@ class Filler:
                 and tensor.dtype == dtype
                 and tensor.is_contiguous()
                 and tensor.storage_offset() == 0
-                and not _lazy_bits(tensor)
+                and not lazy_bits(tensor)
             ):
                 return tensor
         base = torch.empty(stored.shape, dtype=dtype)
@@ -196,7 +196,7 @@ class Filler:
         dtype = dtype_of(stored.dtype, stored.fqn)
         for shard, part in overlaps(stored, target.box):
             into = local_part(target.tensor, part.relative_to(target.box))
-            plain = into.device.type == "cpu" and into.dtype == dtype and not _lazy_bits(into)
+            plain = into.device.type == "cpu" and into.dtype == dtype and not lazy_bits(into)
             if plain and into.is_contiguous():
                 chunks += chunks_for(shard, box_runs(shard, part), Region(stored.fqn, _memory(into)))
                 continue
@@ -260,7 +260,7 @@ class _Placer:
 def copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Bit by bit where the dtypes are equal; else the values, cast."""
     with torch.inference_mode(target.is_inference()), torch.no_grad():
-        if target.dtype == source.dtype and not _lazy_bits(target):
+        if target.dtype == source.dtype and not lazy_bits(target):
             target, source = as_bits(target), as_bits(source)  # bit by bit, whatever the dtype: NaNs keep their payload
         target.copy_(source, non_blocking=non_blocking)
 
@@ -285,7 +285,7 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return as_bytes(tensor.detach()).numpy().data
 
 
-def _lazy_bits(tensor: torch.Tensor) -> bool:
+def lazy_bits(tensor: torch.Tensor) -> bool:
     """Conjugate and negative views: their memory is not what they show."""
     return tensor.is_conj() or tensor.is_neg()
 

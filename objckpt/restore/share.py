@@ -23,11 +23,12 @@ from objckpt.events import Progress, ignore
 from objckpt.format.index import PER_RANK
 from objckpt.format.values import TensorLeaf
 from objckpt.geometry import Box, Boxes, Integers, Layout
+from objckpt.restore.move import collect, distribute, padded
 from objckpt.restore.open import Checkpoint, StoredTensor, opened_whole
-from objckpt.restore.place import Filler, copy, new, parts_of
+from objckpt.restore.place import Filler, parts_of, raw
 from objckpt.restore.plan import split
-from objckpt.state.dtypes import as_bytes, dtype_of
-from objckpt.state.shards import is_distributed, layout_of, local_part
+from objckpt.state.dtypes import dtype_of
+from objckpt.state.shards import is_distributed, layout_of
 from objckpt.store import Store
 
 T = TypeVar("T")
@@ -87,8 +88,8 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What this rank does in one round. `taken` has of each piece that it gets: reader, target, row of `common`; the pieces of
-    one reader are in the order in which that one packs them."""
+    """What this rank does in one round. `taken` has of each piece that it gets: reader, target, row of `common`, and bytes in
+    a buffer; the pieces of one reader are in the order in which that one packs them."""
 
     reads: list[_Unit]
     taken: Integers
@@ -107,6 +108,7 @@ class Sharing:
         self._layouts: dict[str, list[Layout]] = {}  # that `_wanted` follows from, where it does
         self._taking: list[_Target] = []
         self._rounds: list[_Round] = []
+        self._memory: dict[str, torch.Tensor] = {}  # kept from round to round: fresh pages cost as much as a copy
 
     def take(self, fills: Sequence[Fill]) -> list[Fill]:
         """Plan; returns the fills that are left to be fetched by this rank alone. A collective."""
@@ -141,13 +143,10 @@ class Sharing:
         """Fetch and pass on, round by round. A collective; blocks."""
         self.checkpoint = checkpoint
         for this in self._rounds:
-            out, into = self.ranks.together(lambda this=this: self._pack(this, self._read(this.reads)))  # type: ignore[misc]
-            own = out.pop(self.ranks.rank, None)
+            out, into, starts = self.ranks.together(lambda this=this: self._prepare(this))  # type: ignore[misc]
             self.ranks.exchange(out, into)
-            if own is not None:
-                into[self.ranks.rank] = own
-            del out
-            self.ranks.together(lambda into=into, this=this: self._place(this, into))  # type: ignore[misc]
+            self.ranks.together(lambda this=this, starts=starts: self._place(this, starts))  # type: ignore[misc]
+        self._memory.clear()
 
     def _layout(self, target: torch.Tensor, fqn: str) -> Layout:
         if is_distributed(target):
@@ -226,10 +225,10 @@ class Sharing:
         nbytes = np.concatenate([c.boxes.elements * t.itemsize for c, t in zip(cuts, tensors, strict=True)])
         reader, place = _spread(np.concatenate([c.ranks for c in cuts]), nbytes, size)
         first = np.cumsum([0, *(len(c.boxes) for c in cuts)])
-        gets, got = self._gets(tensors, cuts, first)
+        gets = self._gets(tensors, cuts, first)
         round_bytes = size * ROUND_BYTES
         rounds = _rounds(reader, place, nbytes, round_bytes)
-        most = int(np.bincount(rounds[gets[:, 0]], got).max(initial=0.0))
+        most = int(np.bincount(rounds[gets[:, 0]], gets[:, 3]).max(initial=0.0))
         most = max(self.ranks.gather(most))  # replicas take all that is read
         if most > ROUND_BYTES:
             rounds = _rounds(reader, place, nbytes, max(ROUND_BYTES, round_bytes * ROUND_BYTES // most))
@@ -242,63 +241,78 @@ class Sharing:
             box = cuts[number].boxes[unit - int(first[number])]
             self._rounds[rounds[unit]].reads.append(_Unit(tensors[number], box))
 
-    def _gets(
-        self, tensors: Sequence[StoredTensor], cuts: Sequence[_Held], first: Integers
-    ) -> tuple[Integers, Integers]:
-        """Of each piece that this rank gets: its unit, target, and row of `common`; and its bytes. By unit, then by target."""
-        rows_of: list[Integers] = [np.zeros((0, 3), np.int64)]
-        nbytes_of: list[Integers] = [np.zeros(0, np.int64)]
+    def _gets(self, tensors: Sequence[StoredTensor], cuts: Sequence[_Held], first: Integers) -> Integers:
+        """Of each piece that this rank gets: unit, target, row of `common`, and bytes in a buffer. By unit, then by target."""
+        found: list[Integers] = [np.zeros((0, 4), np.int64)]
         for number, (cut, stored) in enumerate(zip(cuts, tensors, strict=True)):
             for tensor, box in self._targets.get(stored.fqn, ()):
                 rows, common = cut.boxes.common(box)
-                target = np.full_like(rows, len(self._taking))
-                rows_of.append(np.stack((first[number] + rows, target, np.arange(len(rows))), axis=1))
-                nbytes_of.append(common.elements * stored.itemsize)
+                target, nbytes = np.full_like(rows, len(self._taking)), padded(common.elements * stored.itemsize)
+                found.append(np.stack((first[number] + rows, target, np.arange(len(rows)), nbytes), axis=1))
                 self._taking.append(_Target(tensor, stored, box, common))
-        gets, nbytes = np.concatenate(rows_of), np.concatenate(nbytes_of)
-        order = np.argsort(gets[:, 0], kind="stable")
-        return gets[order], nbytes[order]
+        gets = np.concatenate(found)
+        return gets[np.argsort(gets[:, 0], kind="stable")]
+
+    def _prepare(self, this: _Round) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor], Integers]:
+        """What goes to other ranks, what comes from them, and where in it the pieces are. What stays here is in place."""
+        out = self._pack(this, self._read(this.reads))
+        into, starts = self._room(this)
+        if (own := out.pop(self.ranks.rank, None)) is not None:
+            into.pop(self.ranks.rank).copy_(own)
+        return out, into, starts
+
+    def _room(self, this: _Round) -> tuple[dict[int, torch.Tensor], Integers]:
+        """What the pieces of this round arrive in, by reader; and the place in it of each piece of `taken`, in bytes."""
+        return _segments(this.taken[:, 0], this.taken[:, 3], self._buffer("in", int(this.taken[:, 3].sum())))
 
     def _read(self, units: Sequence[_Unit]) -> list[torch.Tensor]:
+        nbytes = padded(np.array([unit.box.elements * unit.stored.itemsize for unit in units], np.int64))
+        ends = np.cumsum(nbytes).tolist()
+        memory = self._buffer("in", ends[-1] if ends else 0)  # what arrives comes when this has been passed on
         filler = Filler(self.store, self.checkpoint, self.progress)
         out = []
-        for unit in units:
+        for unit, end, size in zip(units, ends, nbytes.tolist(), strict=True):
             stored = self.checkpoint.tensors[unit.stored.fqn]  # opened meanwhile for what is read
-            out.append(new(stored, list(unit.box.shape)))
+            flat = memory[end - size :][: unit.box.elements * stored.itemsize]
+            out.append(flat.view(dtype_of(stored.dtype, stored.fqn)).view(unit.box.shape))
             filler.add_box(stored, out[-1], unit.box)
         filler.run()
         return out
 
-    def _pack(
-        self, this: _Round, read: Sequence[torch.Tensor]
-    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """One buffer for each rank that wants something of what this one has read, and one for each other that it gets from."""
-        pieces: dict[int, list[torch.Tensor]] = {}
-        for unit, tensor in zip(this.reads, read, strict=True):
+    def _pack(self, this: _Round, read: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What each rank wants of what this one has read, in one buffer for each."""
+        found = []
+        for unit in this.reads:
             wanted = self._wanted[unit.stored.fqn]
             rows, boxes = wanted.boxes.common(unit.box)
-            for n, rank in enumerate(wanted.ranks[rows].tolist()):
-                part = local_part(tensor, boxes[n].relative_to(unit.box))
-                pieces.setdefault(rank, []).append(as_bytes(part.contiguous()).reshape(-1))
-        sizes: dict[int, int] = {}
-        for reader, number, row in this.taken.tolist():
-            target = self._taking[number]
-            nbytes = math.prod(target.common.shape[row].tolist()) * target.stored.itemsize
-            sizes[reader] = sizes.get(reader, 0) + nbytes
-        sizes.pop(self.ranks.rank, None)
-        out = {rank: torch.cat(parts) for rank, parts in pieces.items()}
-        return out, {rank: torch.empty(size, dtype=torch.uint8) for rank, size in sizes.items()}
+            found.append(
+                (wanted.ranks[rows], padded(boxes.elements * unit.stored.itemsize), boxes.relative_to(unit.box))
+            )
+        if not found:
+            return {}
+        nbytes = np.concatenate([nbytes for _, nbytes, _ in found])
+        memory = self._buffer("out", int(nbytes.sum()))
+        out, starts = _segments(np.concatenate([ranks for ranks, _, _ in found]), nbytes, memory)
+        at = 0
+        for tensor, (_, _, boxes) in zip(read, found, strict=True):
+            collect(tensor, boxes, memory, starts[at : at + len(boxes)])
+            at += len(boxes)
+        return out
 
-    def _place(self, this: _Round, into: dict[int, torch.Tensor]) -> None:
-        at = dict.fromkeys(into, 0)
-        for reader, number, row in this.taken.tolist():
-            target = self._taking[number]
-            common = target.common[row]
-            start = at[reader]
-            at[reader] = end = start + common.elements * target.stored.itemsize
-            # A buffer's piece may start anywhere, a typed view may not.
-            source = into[reader][start:end].clone().view(dtype_of(target.stored.dtype, target.stored.fqn))
-            copy(local_part(target.tensor, common.relative_to(target.box)), source.view(common.shape))
+    def _place(self, this: _Round, starts: Integers) -> None:
+        order = np.argsort(this.taken[:, 1], kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(this.taken[order, 1])) + 1) if len(order) else ():
+            target = self._taking[int(this.taken[rows[0], 1])]
+            boxes = target.common.take(this.taken[rows, 2]).relative_to(target.box)
+            dtype = dtype_of(target.stored.dtype, target.stored.fqn)
+            distribute(self._memory["in"], starts[rows], dtype, target.tensor, boxes)
+
+    def _buffer(self, name: str, nbytes: int) -> torch.Tensor:
+        """`nbytes` of host memory that is used again in the next round."""
+        if name not in self._memory or self._memory[name].numel() < nbytes:
+            self._memory.pop(name, None)
+            self._memory[name] = raw(nbytes)
+        return self._memory[name][:nbytes]
 
 
 def _alone(leaf: TensorLeaf) -> bool:
@@ -351,3 +365,14 @@ def _rounds(reader: Integers, place: Integers, nbytes: Integers, round_bytes: in
     out = np.empty_like(order)
     out[order] = (np.cumsum(sizes) - sizes) // round_bytes
     return out
+
+
+def _segments(ranks: Integers, nbytes: Integers, memory: torch.Tensor) -> tuple[dict[int, torch.Tensor], Integers]:
+    """Pieces of `nbytes` laid out in `memory`, those of one rank together: each rank's segment, and each piece's first byte."""
+    order = np.argsort(ranks, kind="stable")
+    starts = np.empty_like(order)
+    ends = np.cumsum(nbytes[order])
+    starts[order] = ends - nbytes[order]
+    found, first = np.unique(ranks[order], return_index=True)
+    bounds = [*(ends - nbytes[order])[first].tolist(), memory.numel()]
+    return {rank: memory[bounds[n] : bounds[n + 1]] for n, rank in enumerate(found.tolist())}, starts

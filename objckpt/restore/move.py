@@ -1,0 +1,93 @@
+"""Boxes of a tensor to and from a flat buffer: a few large ones, or millions of a few bytes, as a change of layout makes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from objckpt.geometry import Box, Boxes, Integers, run_starts
+from objckpt.restore.place import copy, lazy_bits
+from objckpt.state.dtypes import as_bits
+from objckpt.state.shards import local_part
+
+ALIGN_BYTES = 16  # pieces of a buffer begin at multiples of this, so that each can be seen as its own dtype
+_ALONE_BYTES = 64 * 1024  # pieces from this size on are copied one by one, smaller ones many at a time
+_BLOCK_ELEMENTS = 1 << 22  # copied at a time, through as much memory beside
+
+
+def padded(nbytes: Integers) -> Integers:
+    """What pieces of `nbytes` take in a buffer."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def collect(tensor: torch.Tensor, boxes: Boxes, buffer: torch.Tensor, starts: Integers) -> None:
+    """Copy boxes of a tensor to `buffer` (host, uint8), each row-major from byte `starts[row]` on. Blocks."""
+    tensor = as_bits(tensor)
+    elements = _seen_as(buffer, tensor.dtype)
+    flat = _flat(tensor)
+    for rows in _alike(boxes):
+        shape, at = boxes[int(rows[0])].shape, starts[rows] // tensor.dtype.itemsize
+        if flat is None or math.prod(shape) * tensor.dtype.itemsize >= _ALONE_BYTES:
+            for row, start in zip(rows.tolist(), at.tolist(), strict=True):
+                piece = elements[start : start + math.prod(shape)].view(shape)
+                piece.copy_(local_part(tensor, boxes[row]))
+            continue
+        for here, there, length in _runs(tensor.shape, boxes.offset[rows], shape, at):
+            _windows(elements, length)[there] = _windows(flat, length)[here]
+
+
+def distribute(buffer: torch.Tensor, starts: Integers, dtype: torch.dtype, tensor: torch.Tensor, boxes: Boxes) -> None:
+    """The way back: pieces of `dtype` into boxes of a tensor on any device, cast where it has another dtype. Blocks."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        plain = not lazy_bits(tensor)
+        elements = _seen_as(buffer, dtype)
+        if plain and tensor.dtype == dtype:  # bit by bit, whatever the dtype: NaNs keep their payload
+            tensor, elements = as_bits(tensor), as_bits(elements)
+        flat = _flat(tensor) if plain else None
+        for rows in _alike(boxes):
+            shape, at = boxes[int(rows[0])].shape, starts[rows] // dtype.itemsize
+            if flat is None or math.prod(shape) * dtype.itemsize >= _ALONE_BYTES:
+                for row, start in zip(rows.tolist(), at.tolist(), strict=True):
+                    copy(local_part(tensor, boxes[row]), elements[start : start + math.prod(shape)].view(shape))
+                continue
+            for here, there, length in _runs(tensor.shape, boxes.offset[rows], shape, at):
+                found = _windows(elements, length)[there].to(tensor.device, tensor.dtype)
+                _windows(flat, length)[here.to(tensor.device)] = found
+
+
+def _alike(boxes: Boxes) -> Iterator[Integers]:
+    """The rows of boxes of one shape, for each shape that there is."""
+    if len(boxes):
+        _, group = np.unique(boxes.shape, axis=0, return_inverse=True)
+        order = np.argsort(group := group.reshape(-1), kind="stable")
+        yield from np.split(order, np.flatnonzero(np.diff(group[order])) + 1)
+
+
+def _runs(
+    whole: Sequence[int], offsets: Integers, shape: tuple[int, ...], at: Integers
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Boxes of one shape as runs: first elements in the tensor and in the buffer, and the length of all. In blocks."""
+    starts, length = run_starts(Box((0,) * len(shape), shape), tuple(whole))
+    strides = np.array([math.prod(whole[d + 1 :]) for d in range(len(whole))], np.int64)
+    each = max(1, _BLOCK_ELEMENTS // (len(starts) * length))  # boxes
+    inside = np.arange(len(starts), dtype=np.int64) * length
+    for low in range(0, len(at), each):
+        here = np.add.outer(offsets[low : low + each] @ strides, starts).reshape(-1)
+        there = np.add.outer(at[low : low + each], inside).reshape(-1)
+        yield torch.from_numpy(here), torch.from_numpy(there), length
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor.as_strided((tensor.numel(),), (1,)) if tensor.is_contiguous() else None
+
+
+def _windows(flat: torch.Tensor, length: int) -> torch.Tensor:
+    """Row `i` has the elements `[i, i + length)`."""
+    return flat.as_strided((flat.numel() - length + 1, length), (1, 1))
+
+
+def _seen_as(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return buffer[: buffer.numel() // ALIGN_BYTES * ALIGN_BYTES].view(dtype)
