@@ -108,17 +108,20 @@ class Boxes:
 def tiles(boxes: Boxes, shape: tuple[int, ...], max_tangled: int) -> str | None:
     """Why boxes inside `shape` do not tile it, and None when they do: none overlap, and together they have its elements.
 
-    Boxes of which no plane separates any are compared pair by pair; more than `max_tangled` of them are refused.
+    Boxes of which no plane separates any are compared pair by pair; more than `max_tangled` of them are refused. So are
+    more of them that planes separate only a few at a time: no sharding makes such, and an attack would take hours.
     """
     boxes = boxes.take(np.flatnonzero(boxes.elements))
     if int(boxes.elements.sum()) != math.prod(shape):
         return f"its shards do not tile its shape {shape}"
     # Cut into groups that no box spans, dimension by dimension: a group of one overlaps nothing.
-    groups = [boxes]
+    groups, left = [boxes], (2 * len(shape) + 16) * len(boxes)
     while groups:
         group = groups.pop()
         if len(group) < 2:
             continue
+        if len(group) > max_tangled and (left := left - len(group)) < 0:
+            return f"{len(group)} shards lie across each other"
         parts: list[Boxes] = []
         for d in range(len(shape)):
             order = np.argsort(group.offset[:, d], kind="stable")
@@ -220,6 +223,12 @@ class Layout:
 
     def _parts(self, along: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         return tuple((self.mesh[m], factor) for m, factor in along)
+
+
+def forget_layouts() -> None:
+    """Free what is remembered of layouts: for thousands of ranks hundreds of megabytes."""
+    for cache in (_boxes, _meeting, _ranges):
+        cache.cache_clear()
 
 
 @lru_cache(256)

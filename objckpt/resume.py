@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from objckpt.events import Progress
 from objckpt.format.fqn import to_fqn
 from objckpt.format.index import PER_RANK
 from objckpt.format.records import Commit
+from objckpt.geometry import forget_layouts
 from objckpt.group import Group, can_exchange
 from objckpt.restore.into import Report, Restoration
 from objckpt.restore.open import open_checkpoint, opened_for
@@ -41,7 +43,8 @@ def restore_together(
 
     def match() -> Restoration:
         checkpoint = open_checkpoint(store, commit, ranks={group.rank})
-        if group.rank not in checkpoint.tree.get(PER_RANK, {}):
+        saved = checkpoint.tree.get(PER_RANK)
+        if not isinstance(saved, dict) or group.rank not in saved:
             extended.pop(PER_RANK, None)  # saved by fewer ranks
         checkpoint = replace(checkpoint, tree=_own_part(checkpoint.tree, target, group.rank))
         work = Restoration(
@@ -51,7 +54,8 @@ def restore_together(
             work.report.missing.append(to_fqn((PER_RANK, group.rank)))
         return work
 
-    with unless_removed(store, commit):
+    with unless_removed(store, commit), contextlib.ExitStack() as end:
+        end.callback(forget_layouts)
         work = group.together(match)
         shared = None
         if sharing == "auto" and group.size > 1 and can_exchange():
@@ -62,7 +66,8 @@ def restore_together(
             wanted = work.wanted()
             for fqn, boxes in shared.wanted().items() if shared is not None else ():
                 wanted.setdefault(fqn, []).extend(boxes)
-            work.use(opened_for(store, work.checkpoint, wanted))
+            opened = work.checkpoint if shared is None else shared.checkpoint
+            work.use(opened_for(store, opened, wanted))
 
         group.together(open_for_all)
         group.together(work.fetch)

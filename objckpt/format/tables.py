@@ -28,7 +28,7 @@ CHUNK_DTYPE = np.dtype(
 )
 SHARD_DTYPE = np.dtype([("tensor", "<u4"), ("first_chunk", "<u4"), ("chunk_count", "<u4"), ("digest", "<u8")])
 Column = np.ndarray[Any, Any]
-_MAX_PIECES = 1 << 22  # of a layout: strided sharding by 32 on 131,072 ranks
+_MAX_PIECES = 1 << 22  # of a layout: strided sharding by 41 on all ranks that there can be
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class TensorTable:
 def _tensor(row: list[Any], layouts: list[Layout], what: str) -> TensorEntry:
     packed, dtype, shape, number, replica = row
     path = unpack_value(packed, what)
-    if type(path) is not tuple or not path:
+    if type(path) is not tuple or not path or not _is_key(path):
         raise FormatError(f"{what}: a tensor has no path", what=what)
     wire.check_keys(list(path), what)
     name = to_fqn(path)
@@ -144,6 +144,11 @@ def _tensor(row: list[Any], layouts: list[Layout], what: str) -> TensorEntry:
     if not 0 <= replica < layout.replicas or any(cut[0] >= len(shape) for cut in layout.cuts if cut is not None):
         raise FormatError(f"{what}: {name}: its layout does not fit its shape", what=what, fqn=name)
     return TensorEntry(path, dtype, entry.shape, layout, replica)
+
+
+def _is_key(part: Any) -> bool:
+    """Whether it may be a part of a path: what `values.pack` takes as a key."""
+    return type(part) in (str, int, float, bool, bytes, type(None)) or (type(part) is tuple and all(map(_is_key, part)))
 
 
 def _layout(row: list[Any], what: str) -> Layout:
@@ -271,7 +276,9 @@ class ShardTable(Sequence[ShardEntry]):
         ones = np.ones(len(self.shape) + len(self), np.float64)
         begins = self.start + np.arange(len(self))
         ones[np.arange(len(self.shape)) + np.repeat(np.arange(len(self)) + 1, self.dims)] = self.shape
-        sizes = np.multiply.reduceat(ones, begins) * self.tensors.itemsize[self.tensor]
+        with np.errstate(over="ignore", invalid="ignore"):
+            sizes = np.multiply.reduceat(ones, begins) * self.tensors.itemsize[self.tensor]
+        sizes[np.minimum.reduceat(ones, begins) == 0] = 0  # and not infinity times nothing
         return np.minimum(sizes, 2.0**62).astype(np.int64)
 
 

@@ -16,7 +16,7 @@ from objckpt.format.values import TensorLeaf
 from objckpt.geometry import Box, whole
 from objckpt.restore.match import leaves, prune
 from objckpt.restore.open import Checkpoint
-from objckpt.restore.place import Filler, NewTensors, boxes_of, device_of, new_like, parts_of, window_of
+from objckpt.restore.place import Filler, NewTensors, boxes_of, device_of, half_restored, new_like, parts_of, window_of
 from objckpt.state import template
 from objckpt.state.shards import is_distributed
 from objckpt.state.unflatten import to_python
@@ -134,11 +134,8 @@ class Restoration:
         filler = Filler(self._store, self.checkpoint, self._progress)
         for target, leaf in self.fills:
             filler.add_leaf(leaf, target)
-        try:
+        with half_restored():
             filler.run()
-        except BaseException as err:
-            err.add_note("The tensors given to restore() hold a mixture of old and new bytes now; restore them again.")
-            raise
 
     def hand_over(self) -> None:
         """After `fetch`: values to their mappings, states to their owners."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -23,6 +24,25 @@ def padded(nbytes: Integers) -> Integers:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
+def grouped(keys: Integers) -> tuple[list[int], list[Integers]]:
+    """The keys that there are, ascending, and the rows of each."""
+    order = np.argsort(keys, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(keys[order])) + 1) if len(order) else []
+    return [int(keys[rows[0]]) for rows in groups], groups
+
+
+def laid_out(groups: Sequence[Integers], nbytes: Integers) -> tuple[Integers, list[tuple[int, int]]]:
+    """Groups of pieces one after the other: the first byte of each piece, -1 in no group; and first and last of each group."""
+    starts = np.full(len(nbytes), -1, np.int64)
+    if not groups:
+        return starts, []
+    order = np.concatenate(groups)
+    ends = np.cumsum(nbytes[order])
+    starts[order] = ends - nbytes[order]
+    last = [0, *ends[np.cumsum([len(rows) for rows in groups]) - 1].tolist()]
+    return starts, list(itertools.pairwise(last))
+
+
 def collect(tensor: torch.Tensor, boxes: Boxes, buffer: torch.Tensor, starts: Integers) -> None:
     """Copy boxes of a tensor to `buffer` (host, uint8), each row-major from byte `starts[row]` on. Blocks."""
     tensor = as_bits(tensor)
@@ -42,28 +62,26 @@ def collect(tensor: torch.Tensor, boxes: Boxes, buffer: torch.Tensor, starts: In
 def distribute(buffer: torch.Tensor, starts: Integers, dtype: torch.dtype, tensor: torch.Tensor, boxes: Boxes) -> None:
     """The way back: pieces of `dtype` into boxes of a tensor on any device, cast where it has another dtype. Blocks."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        plain = not lazy_bits(tensor)
         elements = _seen_as(buffer, dtype)
-        if plain and tensor.dtype == dtype:  # bit by bit, whatever the dtype: NaNs keep their payload
-            tensor, elements = as_bits(tensor), as_bits(elements)
-        flat = _flat(tensor) if plain else None
+        bits = None if lazy_bits(tensor) else _flat(as_bits(tensor))
         for rows in _alike(boxes):
             shape, at = boxes[int(rows[0])].shape, starts[rows] // dtype.itemsize
-            if flat is None or math.prod(shape) * dtype.itemsize >= _ALONE_BYTES:
+            if bits is None or math.prod(shape) * dtype.itemsize >= _ALONE_BYTES:
                 for row, start in zip(rows.tolist(), at.tolist(), strict=True):
                     copy(local_part(tensor, boxes[row]), elements[start : start + math.prod(shape)].view(shape))
                 continue
             for here, there, length in _runs(tensor.shape, boxes.offset[rows], shape, at):
-                found = _windows(elements, length)[there].to(tensor.device, tensor.dtype)
-                _windows(flat, length)[here.to(tensor.device)] = found
+                found = _windows(as_bits(elements), length)[there].to(tensor.device)
+                if tensor.dtype != dtype:
+                    found = as_bits(found.view(dtype).to(tensor.dtype))
+                _windows(bits, length)[here.to(tensor.device)] = found
 
 
 def _alike(boxes: Boxes) -> Iterator[Integers]:
     """The rows of boxes of one shape, for each shape that there is."""
     if len(boxes):
         _, group = np.unique(boxes.shape, axis=0, return_inverse=True)
-        order = np.argsort(group := group.reshape(-1), kind="stable")
-        yield from np.split(order, np.flatnonzero(np.diff(group[order])) + 1)
+        yield from grouped(group.reshape(-1))[1]
 
 
 def _runs(

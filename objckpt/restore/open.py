@@ -178,15 +178,14 @@ def _tree(indexes: Sequence[Index], commit: Commit) -> dict[Any, Any]:
         if index.rank == 0:
             if not isinstance(tree, dict):
                 raise FormatError(f"{key}: the tree is missing or no mapping", key=key)
+            if commit.world_size > 1 and not isinstance(tree.get(PER_RANK, {}), dict):
+                raise FormatError(f"{key}: {PER_RANK} is no mapping of ranks", key=key)
             whole = tree
         elif tree is not None:
             own = tree.get(PER_RANK) if isinstance(tree, dict) and set(tree) == {PER_RANK} else None
             if whole is None or not isinstance(own, dict) or set(own) != {index.rank}:
                 raise FormatError(f"{key}: its tree is not that of rank {index.rank}", key=key)
-            others = whole.setdefault(PER_RANK, {})
-            if not isinstance(others, dict):
-                raise FormatError(f"{key}: its tree does not fit rank 0's", key=key)
-            others[index.rank] = own[index.rank]
+            whole.setdefault(PER_RANK, {})[index.rank] = own[index.rank]
     assert whole is not None
     return whole
 
@@ -230,9 +229,9 @@ def gather(indexes: list[Index], commit: Commit) -> dict[str, StoredTensor]:
     entries: list[TensorEntry] = []
     by_table: dict[int, Integers] = {}  # of each table of tensors, which ranks share: the numbers of its tensors
     tables = [index.table for index in indexes]
-    for table in tables:
+    for index, table in zip(indexes, tables, strict=True):
         if id(table.tensors) not in by_table:
-            by_table[id(table.tensors)] = _number(table.tensors, numbers, entries, commit)
+            by_table[id(table.tensors)] = _number(table.tensors, index.rank, numbers, entries, commit)
     tensor = np.concatenate([by_table[id(table.tensors)][table.tensor] for table in tables])
     sizes = np.array([len(table) for table in tables])
     origins = np.stack(
@@ -261,16 +260,19 @@ def gather(indexes: list[Index], commit: Commit) -> dict[str, StoredTensor]:
     return out
 
 
-def _number(table: TensorTable, numbers: dict[str, int], entries: list[TensorEntry], commit: Commit) -> Integers:
-    """The number of each tensor of a table; new ones are added. FormatError when the table describes a known one otherwise."""
+def _number(
+    table: TensorTable, rank: int, numbers: dict[str, int], entries: list[TensorEntry], commit: Commit
+) -> Integers:
+    """The number of each tensor of a table; new ones are added. FormatError when the table describes a known one otherwise.
+
+    Only rank 0's index tells layouts: every rank of a job reads that one, and so all see the same.
+    """
     for fqn, entry in zip(table.fqns, table.entries, strict=True):
         number = numbers.setdefault(fqn, len(entries))
         if number == len(entries):
-            entries.append(entry)
+            entries.append(entry if rank == 0 else replace(entry, layout=None, replica=0))
         elif (entries[number].dtype, entries[number].shape) != (entry.dtype, entry.shape):
             raise FormatError(f"step {commit.step}: {fqn}: ranks disagree on its dtype or shape", fqn=fqn)
-        elif entries[number].layout is None:
-            entries[number] = entry
     return np.array([numbers[fqn] for fqn in table.fqns], np.int64)
 
 

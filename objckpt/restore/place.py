@@ -6,7 +6,9 @@ A stored part goes straight into the target's memory where that is contiguous ho
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,6 +285,16 @@ def parts_of(target: torch.Tensor, fqn: str) -> list[tuple[torch.Tensor, Box]]:
 def _memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor; no copy."""
     return as_bytes(tensor.detach()).numpy().data
+
+
+@contextlib.contextmanager
+def half_restored() -> Iterator[None]:
+    """What fails inside says what it leaves behind."""
+    try:
+        yield
+    except BaseException as err:
+        err.add_note("The tensors given to restore() hold a mixture of old and new bytes now; restore them again.")
+        raise
 
 
 def lazy_bits(tensor: torch.Tensor) -> bool:

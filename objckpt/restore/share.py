@@ -23,9 +23,9 @@ from objckpt.events import Progress, ignore
 from objckpt.format.index import PER_RANK
 from objckpt.format.values import TensorLeaf
 from objckpt.geometry import Box, Boxes, Integers, Layout
-from objckpt.restore.move import collect, distribute, padded
+from objckpt.restore.move import collect, distribute, grouped, laid_out, padded
 from objckpt.restore.open import Checkpoint, StoredTensor, opened_whole
-from objckpt.restore.place import Filler, parts_of, raw
+from objckpt.restore.place import Filler, half_restored, parts_of, raw
 from objckpt.restore.plan import split
 from objckpt.state.dtypes import dtype_of
 from objckpt.state.shards import is_distributed, layout_of
@@ -33,9 +33,10 @@ from objckpt.store import Store
 
 T = TypeVar("T")
 Fill = tuple[torch.Tensor, TensorLeaf]
-ROUND_BYTES = 256 * 1024 * 1024  # about as much a rank reads, and about as much it takes, in one round
+ROUND_BYTES = 256 * 1024 * 1024  # about as much a rank reads, takes, and sends, in one round
 UNIT_BYTES = 64 * 1024 * 1024  # read by one rank at a time; cut at rows, so a chunk at each border is read twice
 _LEAST_UNIT_BYTES = 4 * 1024 * 1024
+_TRIES = 8  # to find rounds of that size
 _TRIED = 16  # boxes of a tensor from which its cost is estimated
 _WORTH_IT = 1.05  # more bytes than this multiple of the tensor are wanted: then it is shared
 
@@ -95,6 +96,28 @@ class _Round:
     taken: Integers
 
 
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """All that is read for all, a row a unit: bytes, who reads it, and its place in what that one reads, in bytes; and those that
+    this rank reads, with their numbers and the bytes that it sends of each."""
+
+    nbytes: Integers
+    reader: Integers
+    place: Integers
+    own: list[tuple[int, _Unit]]
+    sent: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class _Sends:
+    """What this rank sends in one round: each rank's bytes in a buffer of `nbytes`, and of each unit the pieces that are put
+    there, relative to the unit, with their places."""
+
+    segments: dict[int, tuple[int, int]]
+    pieces: list[tuple[Boxes, Integers]]
+    nbytes: int
+
+
 class Sharing:
     """Used by all ranks of a job in one restore: `take`, and after the rest is fetched `run`.
 
@@ -108,25 +131,17 @@ class Sharing:
         self._layouts: dict[str, list[Layout]] = {}  # that `_wanted` follows from, where it does
         self._taking: list[_Target] = []
         self._rounds: list[_Round] = []
+        self._like = np.arange(ranks.size)  # of each rank the first that wants the same of what this one reads
         self._memory: dict[str, torch.Tensor] = {}  # kept from round to round: fresh pages cost as much as a copy
 
     def take(self, fills: Sequence[Fill]) -> list[Fill]:
         """Plan; returns the fills that are left to be fetched by this rank alone. A collective."""
-        layouts: dict[str, list[Layout]] = {}
-        for target, leaf in fills:
-            if not _alone(leaf):
-                self._targets.setdefault(leaf.fqn, []).extend(
-                    (t, b) for t, b in parts_of(target, leaf.fqn) if b.elements
-                )
-                layouts.setdefault(leaf.fqn, []).append(self._layout(target, leaf.fqn))
-        here = self.checkpoint
-        back = all(here.tensors[fqn].has(box) for fqn, parts in self._targets.items() for _, box in parts)
-        if all(self.ranks.gather(not here.complete and back)):
+        if all(self._all(lambda: self._takes_back(fills))):
             return list(fills)  # every rank takes back what it wrote
-        self._agree(layouts)
-        if any(here.tensors[fqn].entry.layout is None for fqn in self._wanted):  # the same answer on all ranks
-            self.checkpoint = self.ranks.together(self._whole)
-        shared = self.ranks.gather(self._all_worth() if self.ranks.rank == 0 else [])[0]
+        self._agree()
+        if self._all(lambda: any(self.checkpoint.tensors[fqn].entry.layout is None for fqn in self._wanted))[0]:
+            self.checkpoint = self.ranks.together(lambda: opened_whole(self.store, self.checkpoint))
+        shared = self._all(lambda: self._all_worth() if self.ranks.rank == 0 else [])[0]
         self._plan(shared)
         gone = set(shared)
         return [(target, leaf) for target, leaf in fills if _alone(leaf) or leaf.fqn not in gone]
@@ -142,39 +157,63 @@ class Sharing:
     def run(self, checkpoint: Checkpoint) -> None:
         """Fetch and pass on, round by round. A collective; blocks."""
         self.checkpoint = checkpoint
-        for this in self._rounds:
-            out, into, starts = self.ranks.together(lambda this=this: self._prepare(this))  # type: ignore[misc]
-            self.ranks.exchange(out, into)
-            self.ranks.together(lambda this=this, starts=starts: self._place(this, starts))  # type: ignore[misc]
+        with half_restored():
+            for this in self._rounds:
+                out, into, starts = self.ranks.together(lambda this=this: self._prepare(this))  # type: ignore[misc]
+                self.ranks.exchange(out, into)
+                self.ranks.together(lambda this=this, starts=starts: self._place(this, starts))  # type: ignore[misc]
         self._memory.clear()
+
+    def _all(self, work: Callable[[], T]) -> list[T]:
+        """What every rank finds, in the order of ranks; a failure anywhere raises everywhere."""
+        return self.ranks.gather(self.ranks.together(work))
+
+    def _takes_back(self, fills: Sequence[Fill]) -> bool:
+        """Note what this rank wants. Whether it is what this rank wrote."""
+        for target, leaf in fills:
+            if not _alone(leaf):
+                parts = [(t, b) for t, b in parts_of(target, leaf.fqn) if b.elements]
+                self._targets.setdefault(leaf.fqn, []).extend(parts)
+                self._layouts.setdefault(leaf.fqn, []).append(self._layout(target, leaf.fqn))
+        here = self.checkpoint
+        back = all(here.tensors[fqn].has(box) for fqn, parts in self._targets.items() for _, box in parts)
+        return back and not here.complete
 
     def _layout(self, target: torch.Tensor, fqn: str) -> Layout:
         if is_distributed(target):
             return layout_of(target, fqn).layout
         return Layout(tuple(range(self.ranks.size)), (self.ranks.size,), (None,))
 
-    def _whole(self) -> Checkpoint:
-        return opened_whole(self.store, self.checkpoint)
-
-    def _agree(self, layouts: dict[str, list[Layout]]) -> None:
+    def _agree(self) -> None:
         """Find out what every rank wants. Where all have the same layouts, as ranks of one program do, these tell it."""
-        numbers: dict[Layout, int] = {}
-        told = [(fqn, [numbers.setdefault(each, len(numbers)) for each in layouts[fqn]]) for fqn in sorted(layouts)]
-        mine = hashlib.sha256(repr((told, list(numbers))).encode()).hexdigest()
-        found = {fqn: self._by_layout(fqn, each) for fqn, each in layouts.items()}
         own = {fqn: [box for _, box in parts] for fqn, parts in self._targets.items()}
-        for fqn, wanted in found.items():
+        if len(set(self._all(lambda: self._by_layouts(own)))) == 1:
+            return
+        self._layouts = {}
+        every = self.ranks.gather({fqn: [(b.offset, b.shape) for b in boxes] for fqn, boxes in own.items()})
+        self._wanted = self.ranks.together(lambda: self._by_rank(every))
+
+    def _by_layouts(self, own: dict[str, list[Box]]) -> str:
+        """What all ranks want if they have this rank's layouts. Returns a digest of these, or what is equal to nobody's."""
+        numbers: dict[Layout, int] = {}
+        told = [
+            (fqn, [numbers.setdefault(each, len(numbers)) for each in self._layouts[fqn]])
+            for fqn in sorted(self._layouts)
+        ]
+        self._wanted = {fqn: self._by_layout(fqn, each) for fqn, each in self._layouts.items()}
+        for fqn, wanted in self._wanted.items():
             rows = np.flatnonzero(wanted.ranks == self.ranks.rank).tolist()
             if [wanted.boxes[row] for row in rows] != own[fqn]:
-                mine = f"rank {self.ranks.rank}"  # equal to nobody's
-        if len(set(self.ranks.gather(mine))) == 1:
-            self._wanted, self._layouts = found, layouts
-            return
-        every = self.ranks.gather({fqn: [(b.offset, b.shape) for b in boxes] for fqn, boxes in own.items()})
+                return f"rank {self.ranks.rank}"
+        return hashlib.sha256(repr((told, list(numbers))).encode()).hexdigest()
+
+    def _by_rank(self, every: Sequence[dict[str, list[Any]]]) -> dict[str, _Held]:
+        out = {}
         for fqn in sorted(set().union(*every)):
             listed = [(rank, Box(*box)) for rank, each in enumerate(every) for box in each.get(fqn, ())]
             boxes = Boxes.of([box for _, box in listed], len(self.checkpoint.tensors[fqn].shape))
-            self._wanted[fqn] = _Held(np.array([rank for rank, _ in listed], np.int64), boxes)
+            out[fqn] = _Held(np.array([rank for rank, _ in listed], np.int64), boxes)
+        return out
 
     def _by_layout(self, fqn: str, layouts: Sequence[Layout]) -> _Held:
         parts = [each.boxes(self.checkpoint.tensors[fqn].shape) for each in layouts]
@@ -219,27 +258,47 @@ class Sharing:
         """Who reads which piece, in which round; and what this rank gets of them. A collective."""
         if not shared:
             return
-        size, tensors = self.ranks.size, [self.checkpoint.tensors[fqn] for fqn in shared]
-        unit_bytes = max(_LEAST_UNIT_BYTES, min(UNIT_BYTES, ROUND_BYTES // size))
+        units, gets = self.ranks.together(lambda: self._units(shared))
+        total = budget = int(units.nbytes.sum())
+        for _ in range(_TRIES):
+            budget = min(budget, self.ranks.size * ROUND_BYTES)
+            rounds = _rounds(units, budget)
+            # Replicas take all that is read, so that a round may have to be much less than what all could read.
+            most = max(self._all(lambda rounds=rounds: self._moved(units, gets, rounds)))  # type: ignore[misc]
+            if most <= ROUND_BYTES:
+                break
+            budget = max(1, min(budget, total) * ROUND_BYTES // most)
+        self._rounds = self.ranks.together(lambda: self._made(units, gets, rounds))
+
+    def _units(self, shared: Sequence[str]) -> tuple[_Units, Integers]:
+        """The units of all ranks, and what this rank gets of them."""
+        tensors = [self.checkpoint.tensors[fqn] for fqn in shared]
+        unit_bytes = max(_LEAST_UNIT_BYTES, min(UNIT_BYTES, ROUND_BYTES // self.ranks.size))
         cuts = [_cut(stored, unit_bytes) for stored in tensors]
         nbytes = np.concatenate([c.boxes.elements * t.itemsize for c, t in zip(cuts, tensors, strict=True)])
-        reader, place = _spread(np.concatenate([c.ranks for c in cuts]), nbytes, size)
+        reader, place = _spread(np.concatenate([c.ranks for c in cuts]), nbytes, self.ranks.size)
         first = np.cumsum([0, *(len(c.boxes) for c in cuts)])
-        gets = self._gets(tensors, cuts, first)
-        round_bytes = size * ROUND_BYTES
-        rounds = _rounds(reader, place, nbytes, round_bytes)
-        most = int(np.bincount(rounds[gets[:, 0]], gets[:, 3]).max(initial=0.0))
-        most = max(self.ranks.gather(most))  # replicas take all that is read
-        if most > ROUND_BYTES:
-            rounds = _rounds(reader, place, nbytes, max(ROUND_BYTES, round_bytes * ROUND_BYTES // most))
-        gets = gets[np.argsort(rounds[gets[:, 0]], kind="stable")]
-        ends = np.searchsorted(rounds[gets[:, 0]], np.arange(int(rounds.max(initial=-1)) + 2))
-        gets[:, 0] = reader[gets[:, 0]]
-        self._rounds = [_Round([], gets[low:high]) for low, high in itertools.pairwise(ends)]
+        own = []
         for unit in np.flatnonzero(reader == self.ranks.rank).tolist():
             number = int(np.searchsorted(first, unit, "right")) - 1
-            box = cuts[number].boxes[unit - int(first[number])]
-            self._rounds[rounds[unit]].reads.append(_Unit(tensors[number], box))
+            own.append((unit, _Unit(tensors[number], cuts[number].boxes[unit - int(first[number])])))
+        sent = self._compare([unit for _, unit in own])
+        return _Units(nbytes, reader, place, own, sent), self._gets(tensors, cuts, first)
+
+    def _moved(self, units: _Units, gets: Integers, rounds: Integers) -> int:
+        """The most bytes that this rank takes, or sends from memory of its own, in one round."""
+        own = rounds[[number for number, _ in units.own]]
+        moved = (np.bincount(rounds[gets[:, 0]], gets[:, 3]), np.bincount(own, units.sent))
+        return int(max(each.max(initial=0.0) for each in moved))
+
+    def _made(self, units: _Units, gets: Integers, rounds: Integers) -> list[_Round]:
+        gets = gets[np.argsort(rounds[gets[:, 0]], kind="stable")]
+        ends = np.searchsorted(rounds[gets[:, 0]], np.arange(int(rounds.max(initial=-1)) + 2))
+        gets[:, 0] = units.reader[gets[:, 0]]
+        made = [_Round([], gets[low:high]) for low, high in itertools.pairwise(ends)]
+        for number, unit in units.own:
+            made[rounds[number]].reads.append(unit)
+        return made
 
     def _gets(self, tensors: Sequence[StoredTensor], cuts: Sequence[_Held], first: Integers) -> Integers:
         """Of each piece that this rank gets: unit, target, row of `common`, and bytes in a buffer. By unit, then by target."""
@@ -263,7 +322,10 @@ class Sharing:
 
     def _room(self, this: _Round) -> tuple[dict[int, torch.Tensor], Integers]:
         """What the pieces of this round arrive in, by reader; and the place in it of each piece of `taken`, in bytes."""
-        return _segments(this.taken[:, 0], this.taken[:, 3], self._buffer("in", int(this.taken[:, 3].sum())))
+        memory = self._buffer("in", int(this.taken[:, 3].sum()))
+        readers, groups = grouped(this.taken[:, 0])
+        starts, bounds = laid_out(groups, this.taken[:, 3])
+        return {rank: memory[low:high] for rank, (low, high) in zip(readers, bounds, strict=True)}, starts
 
     def _read(self, units: Sequence[_Unit]) -> list[torch.Tensor]:
         nbytes = padded(np.array([unit.box.elements * unit.stored.itemsize for unit in units], np.int64))
@@ -280,29 +342,58 @@ class Sharing:
         return out
 
     def _pack(self, this: _Round, read: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """What each rank wants of what this one has read, in one buffer for each."""
+        """What each rank wants of what this one has read; ranks that want the same get the same buffer."""
+        sends = self._sends(this.reads)
+        memory = self._buffer("out", sends.nbytes)
+        for tensor, (boxes, starts) in zip(read, sends.pieces, strict=True):
+            collect(tensor, boxes, memory, starts)
+        return {rank: memory[low:high] for rank, (low, high) in sends.segments.items()}
+
+    def _sends(self, units: Sequence[_Unit]) -> _Sends:
         found = []
-        for unit in this.reads:
-            wanted = self._wanted[unit.stored.fqn]
-            rows, boxes = wanted.boxes.common(unit.box)
-            found.append(
-                (wanted.ranks[rows], padded(boxes.elements * unit.stored.itemsize), boxes.relative_to(unit.box))
-            )
-        if not found:
-            return {}
-        nbytes = np.concatenate([nbytes for _, nbytes, _ in found])
-        memory = self._buffer("out", int(nbytes.sum()))
-        out, starts = _segments(np.concatenate([ranks for ranks, _, _ in found]), nbytes, memory)
+        for unit in units:
+            ranks, boxes = self._wanting(unit)
+            kept = np.flatnonzero(self._like[ranks] == ranks)
+            found.append((ranks[kept], boxes.take(kept)))
+        nbytes = [padded(boxes.elements * unit.stored.itemsize) for unit, (_, boxes) in zip(units, found, strict=True)]
+        first, groups = grouped(np.concatenate([ranks for ranks, _ in found] or [np.zeros(0, np.int64)]))
+        starts, bounds = laid_out(groups, np.concatenate(nbytes or [np.zeros(0, np.int64)]))
+        at = [0, *itertools.accumulate(len(boxes) for _, boxes in found)]
+        pieces = [(boxes, starts[at[n] : at[n + 1]]) for n, (_, boxes) in enumerate(found)]
+        segment = dict(zip(first, bounds, strict=True))
+        segments = {rank: segment[like] for rank, like in enumerate(self._like.tolist()) if like in segment}
+        return _Sends(segments, pieces, bounds[-1][1] if bounds else 0)
+
+    def _wanting(self, unit: _Unit) -> tuple[Integers, Boxes]:
+        """The ranks that want a part of a unit, and which, relative to it; in the order in which they take them."""
+        wanted = self._wanted[unit.stored.fqn]
+        rows, boxes = wanted.boxes.common(unit.box)
+        return wanted.ranks[rows], boxes.relative_to(unit.box)
+
+    def _compare(self, units: Sequence[_Unit]) -> Integers:
+        """Find out which ranks want the same of all that this one reads. Returns the bytes to send of each unit."""
+        found = [self._wanting(unit) for unit in units]
+        # Of each piece its unit and its box, as numbers.
+        dims = max((len(unit.box.shape) for unit in units), default=0)
+        what = np.zeros((sum(len(boxes) for _, boxes in found), 1 + 2 * dims), np.int64)
         at = 0
-        for tensor, (_, _, boxes) in zip(read, found, strict=True):
-            collect(tensor, boxes, memory, starts[at : at + len(boxes)])
-            at += len(boxes)
-        return out
+        for number, (_, boxes) in enumerate(found):
+            to, own = at + len(boxes), 1 + boxes.shape.shape[1]
+            what[at:to, 0], what[at:to, 1:own], what[at:to, own : 2 * own - 1] = number, boxes.offset, boxes.shape
+            at = to
+        firsts: dict[bytes, int] = {}
+        ranks = np.concatenate([ranks for ranks, _ in found] or [np.zeros(0, np.int64)])
+        for rank, rows in zip(*grouped(ranks), strict=True):
+            self._like[rank] = firsts.setdefault(hashlib.sha256(what[rows].tobytes()).digest(), rank)
+        sent = np.zeros(len(units), np.int64)
+        for number, (ranks, boxes) in enumerate(found):
+            kept = np.flatnonzero(self._like[ranks] == ranks)
+            sent[number] = padded(boxes.take(kept).elements * units[number].stored.itemsize).sum()
+        return sent
 
     def _place(self, this: _Round, starts: Integers) -> None:
-        order = np.argsort(this.taken[:, 1], kind="stable")
-        for rows in np.split(order, np.flatnonzero(np.diff(this.taken[order, 1])) + 1) if len(order) else ():
-            target = self._taking[int(this.taken[rows[0], 1])]
+        for number, rows in zip(*grouped(this.taken[:, 1]), strict=True):
+            target = self._taking[number]
             boxes = target.common.take(this.taken[rows, 2]).relative_to(target.box)
             dtype = dtype_of(target.stored.dtype, target.stored.fqn)
             distribute(self._memory["in"], starts[rows], dtype, target.tensor, boxes)
@@ -358,21 +449,10 @@ def _spread(writer: Integers, nbytes: Integers, size: int) -> tuple[Integers, In
     return reader, place
 
 
-def _rounds(reader: Integers, place: Integers, nbytes: Integers, round_bytes: int) -> Integers:
+def _rounds(units: _Units, round_bytes: int) -> Integers:
     """The round of each unit: readers advance alike, and about `round_bytes` are read in each."""
-    order = np.lexsort((reader, place))
-    sizes = nbytes[order]
+    order = np.lexsort((units.reader, units.place))
+    sizes = units.nbytes[order]
     out = np.empty_like(order)
-    out[order] = (np.cumsum(sizes) - sizes) // round_bytes
+    out[order] = np.unique((np.cumsum(sizes) - sizes) // round_bytes, return_inverse=True)[1]
     return out
-
-
-def _segments(ranks: Integers, nbytes: Integers, memory: torch.Tensor) -> tuple[dict[int, torch.Tensor], Integers]:
-    """Pieces of `nbytes` laid out in `memory`, those of one rank together: each rank's segment, and each piece's first byte."""
-    order = np.argsort(ranks, kind="stable")
-    starts = np.empty_like(order)
-    ends = np.cumsum(nbytes[order])
-    starts[order] = ends - nbytes[order]
-    found, first = np.unique(ranks[order], return_index=True)
-    bounds = [*(ends - nbytes[order])[first].tolist(), memory.numel()]
-    return {rank: memory[bounds[n] : bounds[n + 1]] for n, rank in enumerate(found.tolist())}, starts

@@ -50,3 +50,22 @@ def test_many_boxes_in_many_dimensions() -> None:
     unit = [Box(offset, (1,) * 12) for offset in itertools.product((0, 1), repeat=12)]
     assert why_not(unit, (2,) * 12) is None
     assert "across each other" in str(why_not([Box((0,), (3000,))] * 3000, (3000 * 3000,)))
+
+
+def nested(levels: int) -> tuple[list[Box], tuple[int, int]]:
+    """A column, a row, a column, …, each of what is left: one plane separates one box at a time."""
+    n = levels // 2 + 1
+    boxes, x, y = [], 0, 0
+    for level in range(levels):
+        boxes.append(Box((y, x), (1, n - x)) if level % 2 else Box((y, x), (n - y, 1)))
+        x, y = (x, y + 1) if level % 2 else (x + 1, y)
+    if y < n and x < n:
+        boxes.append(Box((y, x), (n - y, n - x)))
+    return boxes, (n, n)
+
+
+def test_boxes_that_planes_separate_one_at_a_time() -> None:
+    assert why_not(*nested(900)) is None
+    assert "lie across each other" in str(why_not(*nested(100_000)))  # an attack: it would take minutes
+    grid = [Box((y, x), (1, 1)) for y in range(200) for x in range(200)]
+    assert why_not(grid, (200, 200)) is None

@@ -95,6 +95,14 @@ def test_a_flipped_byte_is_never_another_exception(data: st.DataObject) -> None:
         pass
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_empty_shard_of_an_absurd_shape_has_no_bytes() -> None:
+    shape = (2**62,) * 20 + (0,)
+    shards = [ShardEntry(("w",), "uint8", shape, (0,) * 21, shape, 0, 0, 0)]
+    back = Index.decode(make(shards=shards, chunks=ChunkTable.from_rows([])).encode())
+    assert back.table.nbytes().tolist() == [0]
+
+
 def test_offsets_do_not_wrap() -> None:
     chunks = ChunkTable.from_rows([(0, 2**64 - 16, 64, 64, 0, 1)])
     with pytest.raises(FormatError):
@@ -145,6 +153,9 @@ RANKS = np.arange(4, dtype="<u4").tobytes()
         (changed(tensors=tensors([[RANKS, [4], [[0, 2**40]]]])), "malformed layout"),
         (changed(tensors=tensors([[RANKS, [4], [[0, 0]]]])), "malformed layout"),
         (changed(tensors=tensors([[np.zeros(100_000, "<u4").tobytes(), [10**5], [[0, 1000]]]])), "malformed layout"),
+        (changed(tensors=tensors([], values.pack(([10**6000],)))), "no path"),  # str() of it would raise
+        (changed(tensors=tensors([], values.pack(([],) * 101))), "no path"),  # unhashable
+        (changed(tensors=tensors([], values.pack((("a", {}),)))), "no path"),
         (changed(tensors=b"\x90"), "malformed table"),
         (changed(shard_count=1), "shard table"),
         (changed(shard_count=2**32), "shard table"),

@@ -93,6 +93,33 @@ def test_targets_of_every_kind(way: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert parameter._version > before, "autograd is told"
 
 
+FLOATS = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_casts_are_those_of_torch(way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(move, "_ALONE_BYTES", WAYS[way])
+    boxes = Boxes.of(grid((6, 8), random.Random(2)), 2)
+    source = torch.rand(6, 8).to(dtype)
+    starts, nbytes = places(boxes, dtype.itemsize)
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    move.collect(source, boxes, buffer, starts)
+    for other in FLOATS:
+        target = torch.zeros(6, 8).to(other)
+        expected = torch.zeros(6, 8).to(other).copy_(source)
+        move.distribute(buffer, starts, dtype, target, boxes)
+        assert torch.equal(target.view(torch.uint8), expected.view(torch.uint8)), other
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not-a-number with a payload, and minus zero."""

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.memory_store import MemoryStore
-from support.written import write_shards
+from support.written import ATTEMPT, damage, write_shards
 
-from objckpt.errors import ConnectError
+from objckpt import resume
+from objckpt.errors import ConnectError, IntegrityError
 from objckpt.events import ignore
+from objckpt.format import checksums, keys
+from objckpt.format.index import Index
+from objckpt.format.tables import TensorEntry
 from objckpt.format.values import TensorLeaf
-from objckpt.geometry import Box, whole
+from objckpt.geometry import Box, Boxes, Layout, whole
 from objckpt.restore import share
+from objckpt.restore.open import StoredTensor, open_checkpoint
 from objckpt.restore.place import Filler
 from objckpt.restore.plan import overlaps
 from objckpt.restore.share import Sharing
@@ -228,3 +235,126 @@ def test_a_reader_that_fails_fails_all_and_nobody_hangs(monkeypatch: pytest.Monk
     found = Job(3).run(work)
     assert isinstance(found[1], ConnectError)
     assert all("a peer failed: no route" in str(err) for err in (found[0], found[2]))
+
+
+def test_an_error_of_one_rank_alone_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 decides what is shared, alone."""
+    array = np.arange(120).reshape(12, 10)
+    store, checkpoint = write_shards({"w": (array, rows(12, 10, 3))}, ranks=3, chunk_bytes=64)
+    monkeypatch.setattr(share, "parts_of", lambda target, fqn: [(target, whole((12, 10)))])
+
+    def work(rank: Rank) -> None:
+        sharing = Sharing(rank, store, checkpoint)
+        if rank.rank == 0:
+
+            def fail() -> list[str]:
+                raise ConnectError("only here")
+
+            sharing._all_worth = fail  # type: ignore[method-assign]
+        sharing.take([(torch.zeros(12, 10, dtype=torch.int64), TensorLeaf("w"))])
+
+    found = Job(3).run(work)
+    assert isinstance(found[0], ConnectError)
+    assert all("a peer failed: only here" in str(err) for err in found[1:])
+
+
+def test_a_failure_between_rounds_says_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(share, "ROUND_BYTES", 1024)
+    monkeypatch.setattr(share, "_LEAST_UNIT_BYTES", 512)
+    array = np.arange(96 * 4).reshape(96, 4) + 1
+    store, checkpoint = write_shards({"w": (array, rows(96, 4, 3))}, ranks=3, chunk_bytes=64)
+    damage(store, "rank-00001-0000.pack", 1000)
+    targets = [torch.zeros(96, 4, dtype=torch.int64) for _ in range(3)]
+
+    def work(rank: Rank) -> None:
+        sharing = Sharing(rank, store, checkpoint)
+        sharing.take([(targets[rank.rank], TensorLeaf("w"))])
+        sharing.run(checkpoint)
+
+    found = Job(3).run(work)
+    assert sum(isinstance(err, IntegrityError) for err in found) == 1
+    assert all("mixture of old and new bytes" in err.__notes__[0] for err in found)
+    assert all(0 < int((t != 0).sum()) < t.numel() for t in targets)
+
+
+def test_a_layout_that_only_some_ranks_see_divides_nobody() -> None:
+    """Of an index that is not rank 0's: the others do not read it."""
+    array = np.arange(96 * 4).reshape(96, 4)
+    store, checkpoint = write_shards({"w": (array, rows(96, 4, 8))}, ranks=8, chunk_bytes=64)
+    old, layout = checkpoint.indexes[1], Layout(tuple(range(8)), (8,), ((0, 1),))
+    entry = TensorEntry(("w",), "int64", (96, 4), layout)
+    index = Index(7, ATTEMPT, 1, 8, old.packs, list(old.shards), old.chunks, old.codecs, tensors=[entry])
+    data = index.encode()
+    digest = checksums.digest_hex(data)
+    store.put(keys.index(ATTEMPT, 1, digest, index.signature), data)
+    listed = [(digest, len(data)) if rank == 1 else each for rank, each in enumerate(checkpoint.commit.ranks)]
+    commit = replace(checkpoint.commit, ranks=listed)
+
+    def work(rank: Rank) -> torch.Tensor:
+        target = torch.zeros(96, 4, dtype=torch.int64)
+        sharing = Sharing(rank, store, open_checkpoint(store, commit, ranks={rank.rank}))
+        assert sharing.take([(target, TensorLeaf("w"))]) == []
+        sharing.run(sharing.checkpoint)
+        return target
+
+    for target in Job(3).run(work):
+        assert np.array_equal(target, array)
+
+
+def test_each_index_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no layouts tell who holds what, as of a checkpoint that DCP wrote."""
+    monkeypatch.setattr(resume, "can_exchange", lambda: True)
+    array = np.arange(96 * 4).reshape(96, 4)
+    store, checkpoint = write_shards({"w": (array, rows(96, 4, 8))}, ranks=8, chunk_bytes=64)
+
+    class Noting(MemoryStore):
+        def get(self, key: str, **options: Any) -> bytes:
+            self.asked.append(key)
+            return super().get(key, **options)
+
+    def work(rank: Rank) -> tuple[collections.Counter[str], Any]:
+        mine = Noting(store.bucket, store.url, store.options)
+        mine.asked = []
+        into = {"w": torch.zeros(96, 4, dtype=torch.int64)}
+        resume.restore_together(
+            mine, rank, checkpoint.commit, into, None,  # type: ignore[arg-type]
+            strict=True, only=None, cast=False, pickle=False, sharing="auto", progress=ignore,
+        )  # fmt: skip
+        return collections.Counter(mine.asked), into["w"]
+
+    for asked, target in Job(3).run(work):
+        assert len(asked) == 8 and set(asked.values()) == {1}
+        assert np.array_equal(target, array)
+
+
+class Alike(Rank):
+    """One rank of a job whose others say what it says."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+
+@pytest.mark.parametrize(("size", "tensors"), [(8, 6), (8, 64), (64, 16), (256, 32), (1024, 64), (1024, 3)])
+def test_replicas_of_any_number_take_and_send_bounded_rounds(size: int, tensors: int) -> None:
+    """Tensors of 128 MiB, written by 64 ranks; only planned."""
+    layout = Layout(tuple(range(64)), (64,), ((0, 1),))
+    entries = [TensorEntry((f"w{n:03}",), "bfloat16", (8192, 8192), layout) for n in range(tensors)]
+    stored = {e.fqn: StoredTensor(e, e.fqn, Boxes.of([], 2), np.zeros((0, 2), np.int64), []) for e in entries}
+    checkpoint: Any = type("Checkpoint", (), {"tensors": stored, "complete": False})
+    sharing = Sharing(Alike(0, size), None, checkpoint)  # type: ignore[arg-type]
+    target = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
+    assert sharing.take([(target, TensorLeaf(fqn)) for fqn in stored]) == []
+    taken = [int(each.taken[:, 3].sum()) for each in sharing._rounds]
+    assert sum(taken) == tensors * target.nbytes
+    assert max(taken) <= share.ROUND_BYTES
+    assert min(taken[:-1], default=taken[-1]) >= share.ROUND_BYTES // 2, "and no smaller than needed"
+    for each in sharing._rounds:
+        sends = sharing._sends(each.reads)
+        assert sends.nbytes == sum(unit.box.elements * 2 for unit in each.reads), "one copy for all"
+        assert not each.reads or len(sends.segments) == size

@@ -13,10 +13,13 @@ import torch
 from support.written import ATTEMPT, Piece, damage, only_pack, write, write_ranks, write_shards
 
 from objckpt.errors import AccessError, FormatError, IntegrityError, UsageError
+from objckpt.events import ignore
 from objckpt.format import codecs, keys
 from objckpt.format.values import TensorLeaf, ViewSpec
 from objckpt.geometry import Box, whole
+from objckpt.group import Group
 from objckpt.restore import lazy, load, open_checkpoint, restore_into, verify
+from objckpt.resume import restore_together
 
 
 def piece(offset: int, count: int, *, value: int = 0, total: int = 8, dtype: str = "uint8") -> Piece:
@@ -59,6 +62,18 @@ def test_shards_must_tile_their_tensor(ranks: list[list[Piece]], why: str) -> No
     with pytest.raises(FormatError, match=why):
         open_checkpoint(*store_and_commit)
     assert commit.step == 7
+
+
+@pytest.mark.parametrize("part", [5, [1]])
+def test_what_belongs_to_ranks_must_be_a_mapping_of_them(part: Any) -> None:
+    with pytest.raises(FormatError, match="per_rank is no mapping"):
+        write_ranks([[], []], {"per_rank": part})
+    store, checkpoint = write_ranks([[]], {"per_rank": part})  # of one rank it is a name like any other
+    report = restore_together(
+        store, Group(), checkpoint.commit, {}, {"x": 1},
+        strict=False, only=None, cast=False, pickle=False, sharing="off", progress=ignore,
+    )  # fmt: skip
+    assert report.missing == ["per_rank/%(0)"]
 
 
 def test_copies_of_a_box_and_empty_shards_are_fine() -> None:
