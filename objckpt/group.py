@@ -60,16 +60,24 @@ class Group:
             result = work()
         except BaseException as err:
             error = err
-        words = None if error is None else f"{type(error).__name__}: {error}"
-        failed = self.gather(words)
-        if error is not None:
-            raise error
-        ranks = [rank for rank, text in enumerate(failed) if text is not None]
-        if ranks:
+        if self._anywhere(error is not None):
+            words = None if error is None else f"{type(error).__name__}: {error}"
+            failed = self.gather(words)
+            if error is not None:
+                raise error
+            ranks = [rank for rank, text in enumerate(failed) if text is not None]
             also = f" (so did {len(ranks) - 1} more)" if len(ranks) > 1 else ""
             raise PeerError(f"rank {ranks[0]} failed{also}: {failed[ranks[0]]}", ranks=ranks)
         out: T = result
         return out
+
+    def _anywhere(self, flag: bool) -> bool:
+        """Whether it is so on any rank. A reduction takes steps by the logarithm of the size, gathering objects by the size."""
+        if not can_exchange():
+            return any(self.gather(flag))
+        number = torch.tensor([int(flag)], device="cpu")
+        _collective(lambda: dist.all_reduce(number, dist.ReduceOp.MAX))
+        return bool(number.item())
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of ranks."""

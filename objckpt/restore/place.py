@@ -44,12 +44,12 @@ def read(
 
 def new(stored: StoredTensor, shape: list[int]) -> torch.Tensor:
     """An uninitialised CPU tensor of the stored dtype."""
-    return torch.empty(shape, dtype=dtype_of(stored.dtype, stored.fqn))
+    return torch.empty(shape, dtype=dtype_of(stored.dtype, stored.fqn), device="cpu")
 
 
 def raw(nbytes: int) -> torch.Tensor:
     """Uninitialised bytes, aligned for every dtype."""
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def put(out: torch.Tensor, spot: tuple[slice, ...], part: torch.Tensor) -> None:
@@ -157,7 +157,7 @@ class Filler:
             for target in targets:
                 if id(target.tensor) in meeting:
                     # Two threads must not write the same memory: such targets are filled in turn, at the end.
-                    aside = torch.empty(target.box.shape, dtype=dtype_of(stored.dtype, fqn))
+                    aside = torch.empty(target.box.shape, dtype=dtype_of(stored.dtype, fqn), device="cpu")
                     self.late.append((target.tensor, aside))
                     target = _Target(aside, target.box)
                 chunks += self._chunks(stored, target)
@@ -189,7 +189,7 @@ class Filler:
                 and not lazy_bits(tensor)
             ):
                 return tensor
-        base = torch.empty(stored.shape, dtype=dtype)
+        base = torch.empty(stored.shape, dtype=dtype, device="cpu")
         self.targets.setdefault(fqn, []).append(_Target(base, whole(stored.shape)))
         return base
 
@@ -221,7 +221,7 @@ class _Piece(Region):
     def open(self) -> memoryview:
         if self.memory is None:
             pinned = self.target.device.type == "cuda"
-            self.scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self.scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self.memory = self.scratch.numpy().data
         return self.memory
 

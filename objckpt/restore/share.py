@@ -33,7 +33,7 @@ from objckpt.store import Store
 
 T = TypeVar("T")
 Fill = tuple[torch.Tensor, TensorLeaf]
-ROUND_BYTES = 256 * 1024 * 1024  # about as much a rank reads, takes, and sends, in one round
+ROUND_BYTES = 64 * 1024 * 1024  # about as much a rank reads, takes, and sends, in one round
 UNIT_BYTES = 64 * 1024 * 1024  # read by one rank at a time; cut at rows, so a chunk at each border is read twice
 _LEAST_UNIT_BYTES = 4 * 1024 * 1024
 _TRIES = 8  # to find rounds of that size

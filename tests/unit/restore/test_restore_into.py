@@ -265,6 +265,31 @@ def test_devices() -> None:
             load(store, checkpoint, device=wrong)
 
 
+def test_a_default_device_does_not_lead_the_bytes_astray() -> None:
+    w = torch.arange(12.0).reshape(3, 4)
+    saved = {"plain": w, "strided": w + 1, "cast": w + 2, "left": (w + 3)[:, :3], "row": w[1], "array": np.arange(3)}
+    store, checkpoint = write(saved)
+    base, zeros = torch.zeros(3, 4), np.zeros(3, np.int64)
+    into = {"plain": torch.zeros(3, 4), "strided": torch.zeros(4, 3).t(), "cast": torch.zeros(3, 4, dtype=torch.float64),
+            "left": base[:, :3], "row": torch.zeros(4), "array": zeros}  # fmt: skip
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(5))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(5)
+    optimizer.step()
+    other, kept = write({"optim": optimizer})
+    fresh = torch.optim.AdamW([torch.nn.Parameter(torch.ones(5))])
+    with torch.device("meta"):
+        restore_into(store, checkpoint, into, cast=True)
+        found = load(store, checkpoint)
+        part = lazy(store, checkpoint)["plain"][1:, 2]
+        restore_into(other, kept, {"optim": fresh})
+    for name, value in saved.items():
+        assert np.array_equal(np.asarray(into[name]), np.asarray(value)), name
+        assert np.array_equal(np.asarray(found[name]), np.asarray(value)), name
+    assert part.tolist() == w[1:, 2].tolist()
+    (state,) = fresh.state.values()
+    assert torch.equal(state["exp_avg"], next(iter(optimizer.state.values()))["exp_avg"])
+
+
 def test_autograd_notices_the_writing() -> None:
     w = torch.ones(3, requires_grad=True)
     store, checkpoint = write({"w": torch.zeros(3)})
