@@ -26,7 +26,7 @@ from objckpt.geometry import Box, Boxes, Integers, Layout
 from objckpt.restore.move import collect, distribute, grouped, laid_out, padded
 from objckpt.restore.open import Checkpoint, StoredTensor, opened_whole
 from objckpt.restore.place import Filler, half_restored, parts_of, raw
-from objckpt.restore.plan import split
+from objckpt.restore.units import Held, Unit, Units, dealt, pieces_of, spread, written_cut
 from objckpt.state.dtypes import dtype_of
 from objckpt.state.shards import is_distributed, layout_of
 from objckpt.store import Store
@@ -60,23 +60,6 @@ class Ranks(Protocol):
         """Send a host buffer to each of some ranks, and fill one from each of some."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Boxes of one tensor, in global elements, and the rank that wrote each, or that wants it. Those that a rank wants are in
-    the order of its targets."""
-
-    ranks: Integers
-    boxes: Boxes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Unit:
-    """A box of a stored tensor that this rank reads for all."""
-
-    stored: StoredTensor
-    box: Box
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Target:
     """Memory of this rank that takes a box of a stored tensor, and what it has in common with the tensor's units."""
@@ -92,20 +75,8 @@ class _Round:
     """What this rank does in one round. `taken` has of each piece that it gets: reader, target, row of `common`, and bytes in
     a buffer; the pieces of one reader are in the order in which that one packs them."""
 
-    reads: list[_Unit]
+    reads: list[Unit]
     taken: Integers
-
-
-@dataclass(frozen=True, slots=True)
-class _Units:
-    """All that is read for all, a row a unit: bytes, who reads it, and its place in what that one reads, in bytes; and those that
-    this rank reads, with their numbers and the bytes that it sends of each."""
-
-    nbytes: Integers
-    reader: Integers
-    place: Integers
-    own: list[tuple[int, _Unit]]
-    sent: Integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +98,11 @@ class Sharing:
     def __init__(self, ranks: Ranks, store: Store, checkpoint: Checkpoint, progress: Progress = ignore) -> None:
         self.ranks, self.store, self.checkpoint, self.progress = ranks, store, checkpoint, progress
         self._targets: dict[str, list[tuple[torch.Tensor, Box]]] = {}
-        self._wanted: dict[str, _Held] = {}
+        self._wanted: dict[str, Held] = {}
         self._layouts: dict[str, list[Layout]] = {}  # that `_wanted` follows from, where it does
         self._taking: list[_Target] = []
         self._rounds: list[_Round] = []
-        self._like = np.arange(ranks.size)  # of each rank the first that wants the same of what this one reads
+        self._like: Integers = np.arange(ranks.size)  # of each rank the first that wants the same
         self._memory: dict[str, torch.Tensor] = {}  # kept from round to round: fresh pages cost as much as a copy
 
     def take(self, fills: Sequence[Fill]) -> list[Fill]:
@@ -205,20 +176,22 @@ class Sharing:
             rows = np.flatnonzero(wanted.ranks == self.ranks.rank).tolist()
             if [wanted.boxes[row] for row in rows] != own[fqn]:
                 return f"rank {self.ranks.rank}"
+        self._like = _first_alike([_places(layout, self.ranks.size) for layout in numbers])
         return hashlib.sha256(repr((told, list(numbers))).encode()).hexdigest()
 
-    def _by_rank(self, every: Sequence[dict[str, list[Any]]]) -> dict[str, _Held]:
+    def _by_rank(self, every: Sequence[dict[str, list[Any]]]) -> dict[str, Held]:
         out = {}
         for fqn in sorted(set().union(*every)):
             listed = [(rank, Box(*box)) for rank, each in enumerate(every) for box in each.get(fqn, ())]
             boxes = Boxes.of([box for _, box in listed], len(self.checkpoint.tensors[fqn].shape))
-            out[fqn] = _Held(np.array([rank for rank, _ in listed], np.int64), boxes)
+            out[fqn] = Held(np.array([rank for rank, _ in listed], np.int64), boxes)
+        self._like = _first_alike([[sorted(each.items()) for each in every]])
         return out
 
-    def _by_layout(self, fqn: str, layouts: Sequence[Layout]) -> _Held:
+    def _by_layout(self, fqn: str, layouts: Sequence[Layout]) -> Held:
         parts = [each.boxes(self.checkpoint.tensors[fqn].shape) for each in layouts]
         boxes = Boxes(*(np.concatenate([getattr(b, name) for _, b in parts]) for name in ("offset", "shape")))
-        return _Held(np.concatenate([ranks for ranks, _ in parts]), boxes)
+        return Held(np.concatenate([ranks for ranks, _ in parts]), boxes)
 
     def _all_worth(self) -> list[str]:
         known: dict[Any, bool] = {}  # many tensors are of few kinds
@@ -241,7 +214,7 @@ class Sharing:
         total = int(wanted.elements.sum())
         if total > most or not total:
             return total > 0
-        cut = _written(stored).boxes
+        cut = written_cut(stored).boxes
         if all((boxes.shape[:, 1:] == stored.shape[1:]).all() for boxes in (wanted, cut)):
             return False  # whole rows: a rank fetches what it wants
         # Between the first and the last byte, and the rest of their chunks: unless runs are far apart, all that is fetched.
@@ -262,7 +235,7 @@ class Sharing:
         total = budget = int(units.nbytes.sum())
         for _ in range(_TRIES):
             budget = min(budget, self.ranks.size * ROUND_BYTES)
-            rounds = _rounds(units, budget)
+            rounds = dealt(units, budget)
             # Replicas take all that is read, so that a round may have to be much less than what all could read.
             most = max(self._all(lambda rounds=rounds: self._moved(units, gets, rounds)))  # type: ignore[misc]
             if most <= ROUND_BYTES:
@@ -270,28 +243,30 @@ class Sharing:
             budget = max(1, min(budget, total) * ROUND_BYTES // most)
         self._rounds = self.ranks.together(lambda: self._made(units, gets, rounds))
 
-    def _units(self, shared: Sequence[str]) -> tuple[_Units, Integers]:
+    def _units(self, shared: Sequence[str]) -> tuple[Units, Integers]:
         """The units of all ranks, and what this rank gets of them."""
         tensors = [self.checkpoint.tensors[fqn] for fqn in shared]
         unit_bytes = max(_LEAST_UNIT_BYTES, min(UNIT_BYTES, ROUND_BYTES // self.ranks.size))
-        cuts = [_cut(stored, unit_bytes) for stored in tensors]
+        cuts = [pieces_of(stored, unit_bytes) for stored in tensors]
         nbytes = np.concatenate([c.boxes.elements * t.itemsize for c, t in zip(cuts, tensors, strict=True)])
-        reader, place = _spread(np.concatenate([c.ranks for c in cuts]), nbytes, self.ranks.size)
+        reader, place = spread(np.concatenate([c.ranks for c in cuts]), nbytes, self.ranks.size)
         first = np.cumsum([0, *(len(c.boxes) for c in cuts)])
         own = []
         for unit in np.flatnonzero(reader == self.ranks.rank).tolist():
             number = int(np.searchsorted(first, unit, "right")) - 1
-            own.append((unit, _Unit(tensors[number], cuts[number].boxes[unit - int(first[number])])))
-        sent = self._compare([unit for _, unit in own])
-        return _Units(nbytes, reader, place, own, sent), self._gets(tensors, cuts, first)
+            own.append((unit, Unit(tensors[number], cuts[number].boxes[unit - int(first[number])])))
+        sent = np.zeros(len(own), np.int64)
+        for n, (_, each) in enumerate(own):
+            sent[n] = padded(self._wanting(each)[1].elements * each.stored.itemsize).sum()
+        return Units(nbytes, reader, place, own, sent), self._gets(tensors, cuts, first)
 
-    def _moved(self, units: _Units, gets: Integers, rounds: Integers) -> int:
+    def _moved(self, units: Units, gets: Integers, rounds: Integers) -> int:
         """The most bytes that this rank takes, or sends from memory of its own, in one round."""
         own = rounds[[number for number, _ in units.own]]
         moved = (np.bincount(rounds[gets[:, 0]], gets[:, 3]), np.bincount(own, units.sent))
         return int(max(each.max(initial=0.0) for each in moved))
 
-    def _made(self, units: _Units, gets: Integers, rounds: Integers) -> list[_Round]:
+    def _made(self, units: Units, gets: Integers, rounds: Integers) -> list[_Round]:
         gets = gets[np.argsort(rounds[gets[:, 0]], kind="stable")]
         ends = np.searchsorted(rounds[gets[:, 0]], np.arange(int(rounds.max(initial=-1)) + 2))
         gets[:, 0] = units.reader[gets[:, 0]]
@@ -300,7 +275,7 @@ class Sharing:
             made[rounds[number]].reads.append(unit)
         return made
 
-    def _gets(self, tensors: Sequence[StoredTensor], cuts: Sequence[_Held], first: Integers) -> Integers:
+    def _gets(self, tensors: Sequence[StoredTensor], cuts: Sequence[Held], first: Integers) -> Integers:
         """Of each piece that this rank gets: unit, target, row of `common`, and bytes in a buffer. By unit, then by target."""
         found: list[Integers] = [np.zeros((0, 4), np.int64)]
         for number, (cut, stored) in enumerate(zip(cuts, tensors, strict=True)):
@@ -327,7 +302,7 @@ class Sharing:
         starts, bounds = laid_out(groups, this.taken[:, 3])
         return {rank: memory[low:high] for rank, (low, high) in zip(readers, bounds, strict=True)}, starts
 
-    def _read(self, units: Sequence[_Unit]) -> list[torch.Tensor]:
+    def _read(self, units: Sequence[Unit]) -> list[torch.Tensor]:
         nbytes = padded(np.array([unit.box.elements * unit.stored.itemsize for unit in units], np.int64))
         ends = np.cumsum(nbytes).tolist()
         memory = self._buffer("in", ends[-1] if ends else 0)  # what arrives comes when this has been passed on
@@ -349,47 +324,24 @@ class Sharing:
             collect(tensor, boxes, memory, starts)
         return {rank: memory[low:high] for rank, (low, high) in sends.segments.items()}
 
-    def _sends(self, units: Sequence[_Unit]) -> _Sends:
-        found = []
-        for unit in units:
-            ranks, boxes = self._wanting(unit)
-            kept = np.flatnonzero(self._like[ranks] == ranks)
-            found.append((ranks[kept], boxes.take(kept)))
+    def _sends(self, units: Sequence[Unit]) -> _Sends:
+        found = [self._wanting(unit) for unit in units]
         nbytes = [padded(boxes.elements * unit.stored.itemsize) for unit, (_, boxes) in zip(units, found, strict=True)]
-        first, groups = grouped(np.concatenate([ranks for ranks, _ in found] or [np.zeros(0, np.int64)]))
+        ranks, groups = grouped(np.concatenate([ranks for ranks, _ in found] or [np.zeros(0, np.int64)]))
         starts, bounds = laid_out(groups, np.concatenate(nbytes or [np.zeros(0, np.int64)]))
         at = [0, *itertools.accumulate(len(boxes) for _, boxes in found)]
         pieces = [(boxes, starts[at[n] : at[n + 1]]) for n, (_, boxes) in enumerate(found)]
-        segment = dict(zip(first, bounds, strict=True))
+        segment = dict(zip(ranks, bounds, strict=True))
         segments = {rank: segment[like] for rank, like in enumerate(self._like.tolist()) if like in segment}
         return _Sends(segments, pieces, bounds[-1][1] if bounds else 0)
 
-    def _wanting(self, unit: _Unit) -> tuple[Integers, Boxes]:
-        """The ranks that want a part of a unit, and which, relative to it; in the order in which they take them."""
+    def _wanting(self, unit: Unit) -> tuple[Integers, Boxes]:
+        """Which parts of a unit are wanted, relative to it, and by whom: of ranks that want the same by the first, in the order
+        in which that one takes them."""
         wanted = self._wanted[unit.stored.fqn]
-        rows, boxes = wanted.boxes.common(unit.box)
-        return wanted.ranks[rows], boxes.relative_to(unit.box)
-
-    def _compare(self, units: Sequence[_Unit]) -> Integers:
-        """Find out which ranks want the same of all that this one reads. Returns the bytes to send of each unit."""
-        found = [self._wanting(unit) for unit in units]
-        # Of each piece its unit and its box, as numbers.
-        dims = max((len(unit.box.shape) for unit in units), default=0)
-        what = np.zeros((sum(len(boxes) for _, boxes in found), 1 + 2 * dims), np.int64)
-        at = 0
-        for number, (_, boxes) in enumerate(found):
-            to, own = at + len(boxes), 1 + boxes.shape.shape[1]
-            what[at:to, 0], what[at:to, 1:own], what[at:to, own : 2 * own - 1] = number, boxes.offset, boxes.shape
-            at = to
-        firsts: dict[bytes, int] = {}
-        ranks = np.concatenate([ranks for ranks, _ in found] or [np.zeros(0, np.int64)])
-        for rank, rows in zip(*grouped(ranks), strict=True):
-            self._like[rank] = firsts.setdefault(hashlib.sha256(what[rows].tobytes()).digest(), rank)
-        sent = np.zeros(len(units), np.int64)
-        for number, (ranks, boxes) in enumerate(found):
-            kept = np.flatnonzero(self._like[ranks] == ranks)
-            sent[number] = padded(boxes.take(kept).elements * units[number].stored.itemsize).sum()
-        return sent
+        first = np.flatnonzero(self._like[wanted.ranks] == wanted.ranks)
+        rows, boxes = wanted.boxes.take(first).common(unit.box)
+        return wanted.ranks[first[rows]], boxes.relative_to(unit.box)
 
     def _place(self, this: _Round, starts: Integers) -> None:
         for number, rows in zip(*grouped(this.taken[:, 1]), strict=True):
@@ -411,48 +363,17 @@ def _alone(leaf: TensorLeaf) -> bool:
     return leaf.view is not None or leaf.fqn.startswith(f"{PER_RANK}/")
 
 
-def _written(stored: StoredTensor) -> _Held:
-    """A cut of the tensor, the same on all ranks, that follows its shards as far as rank 0's index knows them."""
-    layout = stored.entry.layout
-    if layout is not None:
-        return _Held(*layout.boxes(stored.shape, stored.entry.replica))
-    ranks = np.array([index.rank for index in stored.indexes], np.int64)
-    return _Held(ranks[stored.origins[:, 0]], stored.boxes)
-
-
-def _cut(stored: StoredTensor, unit_bytes: int) -> _Held:
-    """The same in pieces of at most `unit_bytes`, none empty."""
-    whole = _written(stored)
-    nbytes = whole.boxes.elements * stored.itemsize
-    small, large = np.flatnonzero((nbytes > 0) & (nbytes <= unit_bytes)), np.flatnonzero(nbytes > unit_bytes)
-    parts = [whole.boxes.take(small)]
-    ranks = [whole.ranks[small]]
-    for row in large.tolist():
-        pieces = [piece for piece in split(whole.boxes[row], stored.itemsize, unit_bytes) if piece.elements]
-        parts.append(Boxes.of(pieces, len(stored.shape)))
-        ranks.append(np.full(len(pieces), whole.ranks[row]))
-    return _Held(
-        np.concatenate(ranks), Boxes(*(np.concatenate([getattr(b, n) for b in parts]) for n in ("offset", "shape")))
-    )
-
-
-def _spread(writer: Integers, nbytes: Integers, size: int) -> tuple[Integers, Integers]:
-    """The reader of each unit, and the unit's place in what this one reads, in bytes.
-
-    Units in the order of the ranks that wrote them, in `size` spans of equal bytes.
-    """
-    order = np.argsort(writer, kind="stable")
-    ends = np.cumsum(nbytes[order])
-    middle = ends - (nbytes[order] + 1) // 2
-    reader, place = np.empty_like(order), np.empty_like(order)
-    reader[order], place[order] = np.divmod(middle, max(1, -(-int(ends[-1]) // size)) if len(ends) else 1)
-    return reader, place
-
-
-def _rounds(units: _Units, round_bytes: int) -> Integers:
-    """The round of each unit: readers advance alike, and about `round_bytes` are read in each."""
-    order = np.lexsort((units.reader, units.place))
-    sizes = units.nbytes[order]
-    out = np.empty_like(order)
-    out[order] = np.unique((np.cumsum(sizes) - sizes) // round_bytes, return_inverse=True)[1]
+def _places(layout: Layout, size: int) -> list[Any]:
+    """For each rank what tells which pieces it has; None outside of the mesh."""
+    out: list[Any] = [None] * size
+    for rank, coordinate in zip(layout.ranks, itertools.product(*map(range, layout.mesh)), strict=True):
+        out[rank] = [at for at, cut in zip(coordinate, layout.cuts, strict=True) if cut is not None]
     return out
+
+
+def _first_alike(columns: Sequence[Sequence[Any]]) -> Integers:
+    """For each rank the first one that has the same in all columns."""
+    firsts: dict[str, int] = {}
+    return np.array(
+        [firsts.setdefault(repr(row), rank) for rank, row in enumerate(zip(*columns, strict=True))], np.int64
+    )
