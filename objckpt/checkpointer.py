@@ -186,6 +186,8 @@ class Checkpointer:
             self._flights.give_up(step, number, f"save() raised {type(err).__name__}: {err}")
             raise
         try:
+            if self.group.size == 1:
+                self._flights.raise_failure()  # of the save that this one has waited for
             stage_s = time.perf_counter()
             self._stager.stage(flat.leaves, [(p.start, p.nbytes) for p in plans], self._arena.views(slabs))
             stats.stage_s = time.perf_counter() - stage_s

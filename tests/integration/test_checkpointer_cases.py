@@ -384,6 +384,23 @@ def test_e060_sources_are_not_kept(stub):
     assert (ckpt._arena.fd, ckpt._arena.slabs) == (-1, 0)
 
 
+def test_a_save_that_waits_for_one_that_fails_says_so_and_does_not_start(stub):
+    """The snapshot has room for one save: the second one waits for the first one's end, which is a failure."""
+    stub.held = 1
+    stub.fault = lambda request: deny_puts(request) if stub.reached.is_set() else None
+    with stub.open() as ckpt:
+        first = ckpt.save(1, {"w": torch.ones(1000)})
+        assert stub.reached.wait(30)
+        threading.Timer(0.3, stub.release.set).start()
+        with pytest.raises(SaveError, match="step 1 was not committed"):
+            ckpt.save(2, {"w": torch.ones(1000)})
+        assert first.exception() is not None
+        stub.fault = lambda request: None
+        ckpt.save(2, {"w": torch.ones(1000)})
+        ckpt.wait()
+        assert [c.step for c in ckpt.checkpoints()] == [2]
+
+
 def test_e061_clients_are_not_made_for_each_save(stub, monkeypatch, caplog):
     """300 saves: one client of each kind, sockets of one pool, no growth of descriptors, threads or memory."""
     made = []
