@@ -11,6 +11,7 @@ import logging
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -39,6 +40,8 @@ def serve(sock: socket.socket, door: socket.socket | None = None, *, own_process
     door: where its successors are met, see `client.open_door`.
     """
     channel = Channel(sock)
+    if own_process:
+        logger.addHandler(_ToTrainer(channel))
     try:
         hello = channel.receive()
         if hello is not None:
@@ -48,6 +51,20 @@ def serve(sock: socket.socket, door: socket.socket | None = None, *, own_process
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
         sock.close()
+
+
+class _ToTrainer(logging.Handler):
+    """Hands what is logged here to the trainer, which has the user's logging; once that one is gone, to stderr."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(logging.WARNING)
+        self.channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.channel.send({"type": "warning", "text": record.getMessage()})
+        except OSError:
+            print(f"objckpt: {record.getMessage()}", file=sys.stderr)
 
 
 class _Agent:

@@ -15,6 +15,7 @@ from objckpt.errors import ObjckptError
 from objckpt.store import deadline
 from objckpt.store import session as sessions
 from objckpt.store.location import Location
+from objckpt.store.outage import Outage
 from objckpt.store.retry import FIRST_CONTACT_S, Tries, Verdict, classify
 from objckpt.store.translate import Where, error_of, fault_of
 
@@ -30,6 +31,7 @@ class Calls:
         self._lock = threading.Lock()
         self._client: Any = None
         self._answered = False  # the store has answered once, so the address is right
+        self.outage = Outage()
 
     def client(self) -> Any:
         """The client, made on the first call. Raises AccessError or UsageError for unusable configuration."""
@@ -87,6 +89,7 @@ class Calls:
                 self.failed(error, self.where(operation, key), tries, signed_with)
             else:
                 self._answered = True
+                self.outage.succeeded(self.where(operation, key))
                 return result
 
     def failed(self, error: Exception, where: Where, tries: Tries, signed_with: Any, note: str = "") -> None:
@@ -105,6 +108,7 @@ class Calls:
         if verdict is Verdict.FAIL or pause is None:
             off = self.options.checksums == "off"
             raise error_of(told, where, tries=tries.total, checksums_off=off, note=note) from error
+        self.outage.failed(told, where, tries)
         time.sleep(pause)
 
     def refresh(self, signed_with: Any) -> bool:

@@ -73,6 +73,7 @@ def read_range(
                     with limit:
                         index = next(stream)
                 except StopIteration:
+                    calls.outage.succeeded(where)
                     return
                 except ObjckptError:
                     raise

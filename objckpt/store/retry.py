@@ -135,6 +135,7 @@ class Tries:
     count: int = 0
     total: int = 0
     answered: Fault | None = None  # the last fault that was an answer
+    began: float = field(default_factory=time.monotonic)  # the first try, or the last that moved bytes
 
     @classmethod
     def within(cls, seconds: float) -> Tries:
@@ -162,7 +163,7 @@ class Tries:
 
     def progressed(self) -> None:
         """The last try moved bytes before it broke: start again with short pauses."""
-        self.count = 0
+        self.count, self.began = 0, time.monotonic()
 
     def renew(self, seconds: float) -> None:
         """The tries have moved enough bytes to go on for `seconds` from now."""

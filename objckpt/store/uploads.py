@@ -19,6 +19,7 @@ from objckpt.store import session as sessions
 from objckpt.store.body import UploadBody
 from objckpt.store.interface import PartDone, Pieces, Uploads
 from objckpt.store.location import Location
+from objckpt.store.outage import Outage
 from objckpt.store.pace import Pace
 from objckpt.store.retry import (
     FIRST_CONTACT_S,
@@ -80,6 +81,7 @@ class S3Uploads:
         self._pace = Pace(options.connections)
         self._refreshing = asyncio.Lock()
         self._answered = False
+        self._outage = Outage()
         self._checksum = "crc" if options.checksums == "auto" else "off"  # then "none", then "md5": see _after()
 
     # ---- the operations
@@ -274,6 +276,7 @@ class S3Uploads:
                 else:
                     self._answered = True
                     self._pace.succeeded()
+                    self._outage.succeeded(where)
                     return result
             await asyncio.sleep(pause)  # outside the slot: a waiting operation holds no connection
 
@@ -297,6 +300,7 @@ class S3Uploads:
         if verdict is Verdict.FAIL or pause is None:
             off = self._options.checksums == "off"
             raise error_of(told, where, tries=tries.total, checksums_off=off) from error
+        self._outage.failed(told, where, tries)
         return pause
 
     def _other_checksum(self, fault: Fault, mode: str) -> bool:

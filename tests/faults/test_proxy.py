@@ -209,6 +209,24 @@ def test_a_storm_of_slow_down(line):
     assert 3 <= storm.hit < 200  # they back off
 
 
+def test_long_trouble_is_told_while_it_lasts_and_when_it_is_over(line, caplog):
+    """The uploader's warnings come out of the trainer's logging; one for all requests, not one each."""
+    storm = Rule("PUT", PART, canned=s3_error(503, "SlowDown"))
+
+    def pass_over() -> None:
+        end = time.monotonic() + LIMIT_S
+        while "has not succeeded for" not in caplog.text:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        storm.times = 0
+
+    assert line.save([storm], pass_over) is None
+    told = [record.getMessage() for record in caplog.records if "succe" in record.getMessage()]
+    assert len(told) == 2, told
+    assert "UploadPart s3://" in told[0] and "SlowDown" in told[0] and "tried again for up to" in told[0]
+    assert "succeeds again, after" in told[1]
+
+
 def test_a_refusal_without_end_is_an_error_in_bounded_time(line):
     failed = line.save([Rule("PUT", PART, canned=s3_error(403, "AccessDenied"))])
     assert failed is not None and "AccessDenied" in str(failed)
