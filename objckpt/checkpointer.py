@@ -411,7 +411,7 @@ class Checkpointer:
             slabs = arena.acquire(count, None)
             assert slabs is not None
             stats.wait_s = time.perf_counter() - began_s
-            logger.warning("save waited %.2f s for the upload of step %s", stats.wait_s, steps)
+            logger.warning("save waited %.2f s for the save of step %s to end", stats.wait_s, steps)
         return slabs
 
     def _choose(self, step: int | str | None) -> Commit | None:

@@ -26,7 +26,8 @@ class StoreOptions:
         connect_timeout_s: seconds until a connection is given up.
         request_timeout_s: seconds of one request, its body included; of a ranged GET, without progress. An upload part of
             64 MiB needs 0.6 MB/s for each connection: for slower links set `SaveOptions.part_bytes` lower.
-        retry_deadline_s: seconds of all tries of one operation together.
+        retry_deadline_s: seconds of all tries of one operation together. A server that refuses the very first connection is
+            taken for a wrong address after some seconds.
     """
 
     endpoint_url: str | None = None

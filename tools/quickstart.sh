@@ -58,3 +58,6 @@ objckpt ls s3://quickstart/killed
 
 title "objckpt verify s3://quickstart/killed"
 objckpt verify s3://quickstart/killed
+
+title "done; the server is stopped and its data removed. To go on with one that stays:"
+echo '. .venv/bin/activate; eval "$(objckpt local --detach)"; objckpt ls s3://checkpoints/run42'

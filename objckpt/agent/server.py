@@ -268,7 +268,8 @@ class _Agent:
             newest = foreign[-1]
             text = (
                 f"{self.url} has {len(foreign)} checkpoints of other runs, the newest of step {newest.step}, and none of them was "
-                "restored before this save: this run begins a new line. Was restore() forgotten?"
+                "restored before this save: this run begins a new line. Was restore() forgotten? "
+                f'restore(step="{newest.step}@{newest.seq}") goes back to the other one.'
             )
             self._tell({"type": "warning", "text": text})
         self.told_foreign = True

@@ -42,8 +42,9 @@ def command(
 ) -> int:
     """Run a local S3 server, to try things.
 
-    It is SeaweedFS, from the extra objckpt[local]. Prints what a client has to export. It runs until Ctrl-C, or with
-    --detach until `objckpt local --stop`. It listens on 127.0.0.1 only; its data stays.
+    It is SeaweedFS, from the extra objckpt[local]. Prints what a client has to export; with --detach also when it runs
+    already. It runs until Ctrl-C, or with --detach until `objckpt local --stop`. It listens on 127.0.0.1 only; its data
+    stays.
 
     \b
         eval "$(objckpt local --detach)"; objckpt ls s3://checkpoints/run1; objckpt local --stop
@@ -53,6 +54,11 @@ def command(
         return _stop(directory, json)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _request_stop)
+    running = local_server.load(directory)
+    if running is not None and running.alive() and detach and running.bucket == bucket:
+        output.message(f"it runs already (pid {running.pid})")
+        _print(running, detach, json)
+        return 0
     server: local_server.LocalServer | None = None
     try:
         server = local_server.start(directory, bucket, die_with_parent=not detach)

@@ -105,7 +105,10 @@ def start(
     with _locked(directory):
         old = load(directory)
         if old is not None and old.alive():
-            raise UsageError(f"a server already runs in {directory} (pid {old.pid}, {old.endpoint_url})")
+            raise UsageError(
+                f"a server already runs in {directory} (pid {old.pid}, {old.endpoint_url}): `objckpt local --detach "
+                f"--bucket {old.bucket}` prints what leads to it, --stop ends it, --dir takes another folder"
+            )
         if old is not None and _all_free(old.ports):
             _remove_sockets(old)  # left when it was killed together with us
         chosen = ports or (old.ports if old is not None and _all_free(old.ports) else _free_ports())

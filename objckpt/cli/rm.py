@@ -106,7 +106,8 @@ def _check(log: Log, seqs: Sequence[int], names: Sequence[str], force: bool) -> 
         raise UsageError(f"{newest} is the newest checkpoint, from which training resumes; --force removes it")
     for tag, seq in log.tags.items():
         if seq in seqs and tag not in names:
-            raise UsageError(f"the checkpoint of seq {seq} is tagged {tag!r}; --force removes it")
+            step = next((f"{c.step}@{seq}" for c in live if c.seq == seq), f"the checkpoint of seq {seq}")
+            raise UsageError(f"{step} is tagged {tag!r}; --force removes it")
 
 
 def _confirmed(question: str) -> bool:

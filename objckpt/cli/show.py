@@ -117,9 +117,9 @@ def _record(commit: Commit, log: Log, standing: Standing) -> Iterator[tuple[str,
     )
     if commit.meta is not None:
         yield "metadata", short(commit.meta)
-    capabilities = _capabilities(commit, log)
-    if capabilities:
-        yield "store", ", ".join(f"{name} {short(value)}" for name, value in sorted(capabilities.items()))
+    found = {n: v for n, v in _capabilities(commit, log).items() if n != "url" and not n.endswith("_evidence")}
+    if found:
+        yield "store", ", ".join(f"{name} {short(value)}" for name, value in sorted(found.items()))
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:

@@ -158,7 +158,8 @@ class _Run:
             if found != chunk.crc:
                 raise IntegrityError(
                     f"{self.what}: {_names([chunk])}: bytes [{chunk.offset}, {chunk.end}) of {chunk.key} in "
-                    f"{self.store.url} are not what was written: CRC-64/NVME {found:016x}, recorded {chunk.crc:016x}",
+                    f"{self.store.url} are not what was written: CRC-64/NVME {found:016x}, recorded {chunk.crc:016x}. "
+                    "Restore another checkpoint; `objckpt verify --all` tells which are whole.",
                     key=chunk.key, fqn=chunk.uses[0].region.fqn, start=chunk.offset, end=chunk.end,
                 )  # fmt: skip
             self._settle(landing)

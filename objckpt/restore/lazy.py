@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
@@ -40,6 +41,12 @@ class LazyState(Mapping[str, Any]):
         self._leaves = {to_fqn(path): leaf for path, leaf in leaves(checkpoint.tree) if path}
 
     def __getitem__(self, fqn: str) -> Any:
+        if fqn not in self._leaves:
+            near = (
+                difflib.get_close_matches(str(fqn), self._leaves, 3) or [n for n in self._leaves if str(fqn) in n][:3]
+            )
+            hint = f"; near it: {', '.join(near)}" if near else ""
+            raise KeyError(f"{fqn}: the checkpoint of step {self.checkpoint.commit.step} has no such leaf{hint}")
         leaf = self._leaves[fqn]
         if type(leaf) is TensorLeaf:
             return LazyTensor(self._store, self.checkpoint, fqn, leaf)

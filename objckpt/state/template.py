@@ -89,10 +89,17 @@ def check(found: Match, *, strict: bool, step: int) -> None:
         lines.append(
             '  one of the two is wrapped (DistributedDataParallel adds "module."): pass what is inside, model.module'
         )
+    elif strict and (below := _moved(found.missing, found.unexpected)):
+        lines.append(
+            f"  in the checkpoint they are below {below!r}: give restore() a mapping that has the state under this name"
+        )
+    elif strict and (below := _moved(found.unexpected, found.missing)):
+        lines.append(f"  in the state they are below {below!r}, and in the checkpoint they are not")
     if lines:
+        leaves = f"{count} {'leaf' if count == 1 else 'leaves'}"
         hint = "\nstrict=False restores what agrees" if strict and not found.wrong else ""
         raise MismatchError(
-            f"the checkpoint of step {step} and the state differ in {count} leaves; nothing was changed\n"
+            f"the checkpoint of step {step} and the state differ in {leaves}; nothing was changed\n"
             + "\n".join(lines)
             + hint,
             step=step,
@@ -104,6 +111,15 @@ def check(found: Match, *, strict: bool, step: int) -> None:
 
 def _without_wrapper(names: list[str]) -> list[str]:
     return sorted(name.replace("/module.", "/").removeprefix("module.") for name in names)
+
+
+def _moved(names: list[str], others: list[str]) -> str:
+    """The mapping below which all of `names` are found among `others`; "" when there is none."""
+    if not names:
+        return ""
+    there = set(others)
+    tops = [other.removesuffix(f"/{names[0]}") for other in others if other.endswith(f"/{names[0]}")]
+    return next((top for top in tops if all(f"{top}/{name}" in there for name in names)), "")
 
 
 class _Walk:

@@ -119,9 +119,15 @@ def error_of(fault: Fault, where: Where, *, tries: int = 1, checksums_off: bool 
 def _diagnose(fault: Fault, where: Where, checksums_off: bool) -> tuple[type[StoreError], str]:
     """The class that says what a handler does, and a sentence that says what a person does."""
     if fault.source == "credentials":
-        return AccessError, (
-            "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or write ~/.aws/credentials."
-        )
+        if fault.code == "ProfileNotFound":
+            return (
+                AccessError,
+                "Check the profile's name, or AWS_PROFILE, against ~/.aws/config and ~/.aws/credentials.",
+            )
+        remedy = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or write ~/.aws/credentials."
+        if where.endpoint.rstrip("/").endswith(".amazonaws.com"):
+            remedy += " No endpoint is set, so this is AWS itself: for another store set AWS_ENDPOINT_URL."
+        return AccessError, remedy
     if fault.source == "tls":
         return ConnectError, _tls_remedy(fault.message.lower())
     if fault.source in ("refused", "timeout", "network"):

@@ -69,6 +69,8 @@ def test_detached(env, directory, here):
     assert store.list() == []
     store.put("a", b"kept")
 
+    again = here("local", "--detach", "--dir", str(directory), "--bucket", "abc")
+    assert (again.returncode, again.stdout) == (0, done.stdout) and "runs already" in again.stderr
     again = here("local", "--detach", "--dir", str(directory))
     assert again.returncode == 2 and re.fullmatch(r"objckpt: error: a server already runs in [^\n]+\n", again.stderr)
 

@@ -47,6 +47,29 @@ def test_a_wrapped_model_is_named_as_what_differs() -> None:
             ckpt.restore({"model": model})
 
 
+def test_a_state_that_is_a_level_up_or_down_is_told_so() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with memory_engine(MemoryBucket()), Checkpointer(URL, options=THREAD) as ckpt:
+        ckpt.save(1, {"model": model}).wait_committed(20)
+        with pytest.raises(MismatchError, match=r"differ in 8 leaves.*(?s:.*)in the checkpoint they are below 'model'"):
+            ckpt.restore(model.state_dict())
+        with pytest.raises(MismatchError, match=r"(?s)in the state they are below 'all'"):
+            ckpt.restore({"all": {"model": model}})
+        with pytest.raises(MismatchError, match=r"differ in 1 leaf; nothing was changed\n  not in the checkpoint: n\n"):
+            ckpt.restore({"model": model, "n": 1})
+
+
+def test_a_name_that_is_not_there_is_answered_with_those_near_it() -> None:
+    with memory_engine(MemoryBucket()), Checkpointer(URL, options=THREAD) as ckpt:
+        ckpt.save(1, {"model": torch.nn.Linear(2, 2)}).wait_committed(20)
+        weights = ckpt.open()
+        with pytest.raises(KeyError, match="model: the checkpoint of step 1 has no such leaf; near it: model/"):
+            weights["model"]
+        with pytest.raises(KeyError, match="near it: model/weight"):
+            weights["model/wieght"]
+        assert "model" not in weights and weights.get("model") is None
+
+
 @pytest.mark.parametrize("wrong", [{"options": StoreOptions()}, {"store": SaveOptions()}, {"store": {}}])
 def test_options_in_the_wrong_place(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=r"must be (Save|Store)Options, not"):

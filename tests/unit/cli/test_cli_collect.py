@@ -61,7 +61,7 @@ def test_rm_takes_all_or_none(cli, store, run):
 
 def test_rm_of_the_newest_and_of_tagged_ones_wants_force(cli, store, run):
     cli("tag", URL, "2", "best")
-    for name, why in (("4", "newest"), ("2", "best")):
+    for name, why in (("4", "newest"), ("2", "2@2 is tagged 'best'")):
         code, out, err = cli("rm", URL, name, "--yes")
         assert (code, out) == (2, "") and why in err and "--force" in err
     assert cli("rm", URL, "best", "--yes")[0] == 0 and steps(store) == [1, 3, 4]
