@@ -10,6 +10,8 @@ import typer
 from objckpt.cli import output
 from objckpt.cli.options import Json, Url, takes_store
 from objckpt.config import StoreOptions
+from objckpt.errors import ObjckptError
+from objckpt.format import keys
 from objckpt.format.records import Commit
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def command(
             output.line(line)
     if not log.checkpoints and not json:
         what = "no checkpoint that can be read" if log.damaged else "no committed checkpoint"
-        output.message(f"{what} under {store.url}")
+        output.message(f"{what} under {store.url}{_near(store)}")
     for seq, why in log.damaged:
         output.message(f"warning: log record {seq} cannot be read: {why}")
     if log.keyed:
@@ -65,6 +67,26 @@ def command(
             "warning: this store has no conditional writes: two jobs that write here at once are not kept apart"
         )
     return 0
+
+
+def _near(store: Any) -> str:
+    """The folders below the URL, or else those beside it: one with checkpoints may have been meant."""
+    from objckpt.store import parse_url
+
+    prefix = parse_url(store.url).prefix
+    own = {prefix + folder for folder in (keys.LOG, keys.DATA, keys.BUNDLES)}
+    beside = prefix.rstrip("/").rpartition("/")
+    for at, where in ((prefix, "below it"), (beside[0] + beside[1], "beside it")):
+        try:
+            answer = store.once("ListObjectsV2", None, Prefix=at, Delimiter="/", MaxKeys=1000)
+        except ObjckptError:  # it was a help only
+            return ""
+        found = sorted({each["Prefix"] for each in answer.get("CommonPrefixes", ())} - own - {prefix})
+        if found:
+            names = [f"s3://{parse_url(store.url).bucket}/{name.rstrip('/')}" for name in found[:8]]
+            more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+            return output.printable(f"; {where} are {', '.join(names)}{more}")
+    return ""
 
 
 def describe(commit: Commit) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 from objckpt.config import StoreOptions
 from objckpt.errors import IntegrityError, NotFoundError, PreconditionFailedError, StoreError
@@ -103,6 +104,13 @@ class MemoryStore:
                 if key is not None and key.startswith(prefix) and key > start_after and self.bucket.listed(full):
                     found.append(ObjectInfo(key, len(data), modified_s))
             return found
+
+    def once(self, operation: str, key: str | None, **arguments: Any) -> dict[str, Any]:
+        """Of the requests that S3 knows only the listing of folders."""
+        assert (operation, key, arguments["Delimiter"]) == ("ListObjectsV2", None, "/")
+        under = arguments["Prefix"]
+        rests = [full.removeprefix(under) for full in self.bucket.objects if full.startswith(under)]
+        return {"CommonPrefixes": [{"Prefix": under + rest.split("/")[0] + "/"} for rest in rests if "/" in rest]}
 
     def _data(self, key: str) -> bytes:
         full = self._location.full(key)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.handmade import put_checkpoint
+from support.memory_store import MemoryStore
 
 from objckpt.format import keys
 from objckpt.format.values import TensorLeaf, ViewSpec
@@ -49,6 +50,23 @@ def test_nothing_there(cli, bucket, tmp_path):
         code, out, err = cli(*verb, URL)
         assert (code, out, err) == (4, "", f"objckpt: error: no committed checkpoint under {URL}\n")
     assert os.listdir(tmp_path) == []
+
+
+def test_what_lies_near_an_empty_place_is_named(cli, bucket):
+    for name in ("run42", *(f"z{n}" for n in range(10))):
+        put_checkpoint(MemoryStore(bucket, f"s3://bucket/exp/{name}"), 5, STATE)
+    bucket.objects["exp/run43/a\x1b/log/x"] = (b"", 0.0)
+    none = "objckpt: no committed checkpoint under"
+    assert cli("ls", "s3://bucket/exp/run4") == (
+        0, "", f"{none} s3://bucket/exp/run4; beside it are s3://bucket/exp/run42, s3://bucket/exp/run43, "
+        + ", ".join(f"s3://bucket/exp/z{n}" for n in range(6)) + " and 4 more\n",
+    )  # fmt: skip
+    assert cli("ls", "s3://bucket") == (0, "", f"{none} s3://bucket; below it are s3://bucket/exp\n")
+    assert cli("ls", "s3://bucket/exp/run43") == (
+        0, "", f"{none} s3://bucket/exp/run43; below it are s3://bucket/exp/run43/a\\x1b\n",
+    )  # fmt: skip
+    bucket.objects.clear()
+    assert cli("ls", "s3://bucket/exp/run4") == (0, "", f"{none} s3://bucket/exp/run4\n")
 
 
 def test_damaged_records_are_told_and_nothing_is_called_newest(cli, store):

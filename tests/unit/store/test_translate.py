@@ -28,4 +28,3 @@ def test_missing_credentials_name_what_to_set() -> None:
     assert "Set AWS_ACCESS_KEY_ID" in elsewhere and "AWS_ENDPOINT_URL" not in elsewhere
     profile = str(error_of(Fault("credentials", "ProfileNotFound", "nope"), Where("Connect", "x", "bucket")))
     assert "AWS_PROFILE" in profile and "AWS_ACCESS_KEY_ID" not in profile
-
