@@ -85,7 +85,8 @@ class SaveOptions:
         on_busy: what a save does while the snapshot memory is in use: "wait" for it, or "raise" BusyError.
         uploader: a "process" of its own; a "thread" of the trainer where none can be started.
         rank_deadline_s: seconds that a rank which is done waits for the others, and they for rank 0's commit.
-        linger_s: seconds that the uploader goes on after the trainer has died.
+        linger_s: seconds that the uploader goes on after the trainer has died; then it waits only for the end of a commit that
+            has begun (for other ranks up to `rank_deadline_s`).
         pickle: True: values outside the format's types are pickled, and unpickled by restore, which runs their code.
         keep_last: None: nothing is ever deleted. N: after each commit only the last N checkpoints of the log stay, in the order of
             their commits and whatever branch they are of; beside them tagged ones, that which this session resumed from, and those

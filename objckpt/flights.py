@@ -25,6 +25,7 @@ from objckpt.store import open_store
 
 logger = logging.getLogger("objckpt")
 _LOOK_AFTER_DEATH_S = 5.0
+_QUIET_S, _CLEAN_UP_S = 3.0, 27.0  # that close() waits for what keep_last has dropped to be deleted
 
 
 @dataclass
@@ -215,7 +216,10 @@ class Flights:
         if agent is not None:
             try:
                 agent.send({"type": "bye"})
-                agent.join(30)
+                agent.join(_QUIET_S)
+                if not agent.ended:
+                    logger.warning("all saves have ended; waiting up to %.0f s for the uploader's clean-up", _CLEAN_UP_S)
+                    agent.join(_CLEAN_UP_S)
             except AgentError:
                 pass  # nothing was in flight: its end loses nothing
 

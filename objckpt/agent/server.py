@@ -35,7 +35,8 @@ _PROGRESS_EVERY_S = 0.2
 
 
 def serve(sock: socket.socket, door: socket.socket | None = None, *, own_process: bool) -> None:
-    """Serve one trainer until it says bye, or is gone and what it staged is settled (at most `linger_s` later).
+    """Serve one trainer until it says bye, or is gone and what it staged is settled (at most `linger_s` later, and the end of a
+    commit that has begun).
 
     door: where its successors are met, see `client.open_door`.
     """

@@ -57,3 +57,18 @@ def test_a_step_that_is_none_is_refused_before_it_counts(step: object) -> None:
     with pytest.raises(UsageError, match="step must be an int in"):
         ckpt.save(step, {"n": 1})  # type: ignore[arg-type]
     assert ckpt._flights._tries == {}
+
+
+def test_a_close_that_waits_for_deletions_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("objckpt.flights._QUIET_S", 0.05)
+    bucket, go = MemoryBucket(), threading.Event()
+    options = SaveOptions(uploader="thread", keep_last=1)
+    with memory_engine(bucket), Checkpointer(URL, options=options) as ckpt:
+        ckpt.save(1, {"n": 1}).wait_committed(20)
+        bucket.hook = lambda phase, operation, key: operation == "delete" and go.wait(20) and None
+        ckpt.save(2, {"n": 2}).wait_committed(20)
+        threading.Timer(0.5, go.set).start()
+    assert "waiting up to 27 s for the uploader's clean-up" in caplog.text
+    assert [c.step for c in read_log(MemoryStore(bucket, URL)).checkpoints] == [2]
