@@ -218,7 +218,9 @@ class Flights:
                 agent.send({"type": "bye"})
                 agent.join(_QUIET_S)
                 if not agent.ended:
-                    logger.warning("all saves have ended; waiting up to %.0f s for the uploader's clean-up", _CLEAN_UP_S)
+                    logger.warning(
+                        "all saves have ended; waiting up to %.0f s for the uploader's clean-up", _CLEAN_UP_S
+                    )
                     agent.join(_CLEAN_UP_S)
             except AgentError:
                 pass  # nothing was in flight: its end loses nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from objckpt.restore.open import open_checkpoint, opened_for
 from objckpt.restore.removed import unless_removed
 from objckpt.restore.share import Sharing
 from objckpt.store import Store
+
+logger = logging.getLogger("objckpt")
 
 
 def restore_together(
@@ -70,6 +73,8 @@ def restore_together(
             work.use(opened_for(store, opened, wanted))
 
         group.together(open_for_all)
+        if sharing == "auto" and group.size > 1 and shared is None:
+            _tell_what_sharing_saves(group, work)
         group.together(work.fetch)
         if shared is not None:
             shared.run(work.checkpoint)
@@ -82,6 +87,22 @@ def restore_together(
         for key in [k for k in into if target[k] is not into[k]]:  # values: they were put into the copy
             into[key] = target[key]  # type: ignore[index]
     return work.report
+
+
+def _tell_what_sharing_saves(group: Group, work: Restoration) -> None:
+    """A warning by rank 0 where ranks read much that others read, too. A collective."""
+    checkpoint, wanted = work.checkpoint, work.wanted()
+    mine = sum(box.elements * checkpoint.tensors[fqn].itemsize for fqn, boxes in wanted.items() for box in boxes)
+    there = sum(checkpoint.tensors[fqn].nbytes for fqn in wanted)
+    every = sum(group.gather(mine))
+    # Of a layout that has changed across rows each rank needs a few bytes of nearly all chunks.
+    across = checkpoint.complete and len(checkpoint.indexes) > 2
+    if group.rank == 0 and there and (every > 1.1 * there or across):
+        logger.warning(
+            "each rank reads from the store what it needs of step %d, also what others read; "
+            'init_process_group("cpu:gloo,cuda:nccl"), whose ranks can pass on host memory, lets them read it once',
+            checkpoint.commit.step,
+        )
 
 
 def _own_part(tree: dict[Any, Any], wanted: Mapping[Any, Any], rank: int) -> dict[Any, Any]:

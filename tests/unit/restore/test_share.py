@@ -327,6 +327,28 @@ def test_each_index_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.array_equal(target, array)
 
 
+@pytest.mark.parametrize("ranks", [3, 8], ids=["replicas", "of more ranks"])
+def test_ranks_that_cannot_share_are_told_what_would_help(
+    ranks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resume, "can_exchange", lambda: False)
+    array = np.arange(96 * 4).reshape(96, 4)
+    store, checkpoint = write_shards({"w": (array, rows(96, 4, ranks))}, ranks=ranks, chunk_bytes=64)
+
+    def work(rank: Rank) -> torch.Tensor:
+        into = {"w": torch.zeros(96, 4, dtype=torch.int64)}
+        for sharing in ("off", "auto"):
+            resume.restore_together(
+                store, rank, checkpoint.commit, into, None,  # type: ignore[arg-type]
+                strict=True, only=None, cast=False, pickle=False, sharing=sharing, progress=ignore,
+            )  # fmt: skip
+        return into["w"]
+
+    assert all(np.array_equal(target, array) for target in Job(3).run(work))
+    assert [r.getMessage() for r in caplog.records if "cpu:gloo,cuda:nccl" in r.getMessage()] != []
+    assert len(caplog.records) == 1
+
+
 class Alike(Rank):
     """One rank of a job whose others say what it says."""
 
