@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -486,7 +487,7 @@ def die_in_restore(rank: int, size: int, url: str, victim: int, moment: str, tim
     elif moment == "hand over":
         state["last"].load_state_dict = end_here
     else:
-        ckpt._store.get_into = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGSTOP)
+        ckpt._store.get_into = lambda *args, **kwargs: stop_here()
     began, kind, text = time.monotonic(), "", ""
     try:
         ckpt.restore(state)
@@ -497,6 +498,11 @@ def die_in_restore(rank: int, size: int, url: str, victim: int, moment: str, tim
         os.kill(pids[victim], signal.SIGKILL)  # if it has only stopped
     ckpt.close()
     return kind, text, took
+
+
+def stop_here() -> None:
+    """Stop this process before this line ends. `kill` would let another thread take the signal, some time later."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def has_stopped(pid: int) -> bool:
@@ -515,7 +521,7 @@ def waited_for(rank: int, size: int, url: str, folder: str) -> Any:
     upload_index = server.upload_index
 
     async def stop_first(*args: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop_here()
         return await upload_index(*args)
 
     for step, late in ((2, 0), (3, 1)):

@@ -339,7 +339,7 @@ def test_e054_waiting_for_an_earlier_save_is_told(stub, caplog):
         handle = ckpt.save(2, state)
         timer.join()
     assert handle.stats.blocked_s >= handle.stats.wait_s > 0.3
-    assert "for the upload of step 1" in caplog.text
+    assert "for the save of step 1" in caplog.text
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
