@@ -19,11 +19,12 @@ from typing import Any
 from objckpt.agent.protocol import Channel, Message
 from objckpt.agent.retention import Retention
 from objckpt.config import SaveOptions, StoreOptions
-from objckpt.errors import ConnectError, ObjckptError, SaveError
+from objckpt.errors import ConnectError, FormatError, ObjckptError, SaveError
 from objckpt.format import keys, values
 from objckpt.format.index import Index
 from objckpt.format.records import Commit
 from objckpt.format.tables import TensorTable
+from objckpt.restore import open_checkpoint
 from objckpt.save import gather
 from objckpt.save.arena import ArenaReader, pieces
 from objckpt.save.commit import LeafMeta, LogWriter, Sizes
@@ -286,11 +287,29 @@ class _Agent:
         else:
             ranks, packs = gather.wait_for_ranks(self.store, index, deadline_s)
             if message["submesh"]:
-                gather.compare_shards(self.store, index, ranks)
+                self._open_as_a_reader(index, ranks)
         self.stage = "commit"
         sizes = Sizes(raw_bytes=message["global_bytes"], stored_bytes=packs, tensors=message["tensors"])
         meta = values.unpack(message["meta"], "metadata")
         return self.writer.commit(index, ranks, self.parent, meta, sizes)
+
+    def _open_as_a_reader(self, index: Index, ranks: list[tuple[str, int]]) -> None:
+        """For tensors on a part of the ranks, of which others may have namesakes: SaveError when they do not make up one tensor.
+
+        Reads every rank's index; only states with such tensors pay for it.
+        """
+        planned = Commit(
+            seq=0, write_id=b"", epoch=0, session=self.session, time_s=0.0, host="", step=index.step, attempt=index.attempt,
+            parent=None, world_size=self.world_size, raw_bytes=0, stored_bytes=0, tensors=0, ranks=ranks,
+            signature=index.signature,
+        )  # fmt: skip
+        try:
+            open_checkpoint(self.store, planned, have=[index])
+        except FormatError as err:
+            raise SaveError(
+                f"{err.message}; tensors of one name on different meshes must be the same, and cut alike: give the stages of "
+                "a pipeline names of their own"
+            ) from err
 
     def _progress(self, save: int, total: int) -> Any:
         sent, told_s = 0, 0.0

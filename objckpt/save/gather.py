@@ -11,7 +11,6 @@ import logging
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from objckpt import log as commit_log
 from objckpt.errors import IntegrityError, ObjckptError, SaveError, StoreError, WriterFencedError
@@ -65,28 +64,6 @@ def wait_for_ranks(store: Store, index: Index, deadline_s: float) -> tuple[list[
             raise SaveError(_overdue(late, index.world_size, deadline_s), ranks=late)
         time.sleep(pause_s)
     raise AssertionError("unreachable")
-
-
-def compare_shards(store: Store, index: Index, ranks: list[tuple[str, int]]) -> None:
-    """For tensors on a part of the ranks: SaveError when two ranks have different bytes for one box of one name.
-
-    Reads every rank's index; only states with such tensors pay for it.
-    """
-    seen: dict[tuple[Any, ...], tuple[int, int]] = {}
-    for rank, (digest, size) in enumerate(ranks):
-        other = index
-        if rank:
-            key = keys.index(index.attempt, rank, digest, index.signature)
-            other = Index.decode(store.get(key, max_bytes=size), key)
-        for shard in other.shards:
-            box = (shard.fqn, shard.dtype, shard.global_shape, shard.offset, shard.shape)
-            first, known = seen.setdefault(box, (rank, shard.digest))
-            if known != shard.digest:
-                raise SaveError(
-                    f"{shard.fqn}: ranks {first} and {rank} have different tensors of this name and place, on different "
-                    "meshes; give the stages of a pipeline names of their own",
-                    ranks=[first, rank],
-                )
 
 
 def wait_for_outcome(writer: LogWriter, attempt: str, deadline_s: float, *, rank: int) -> Commit:

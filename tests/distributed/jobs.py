@@ -239,6 +239,28 @@ def refusals(rank: int, size: int, url: str) -> dict[str, Any]:
     return out
 
 
+def on_parts(rank: int, size: int, url: str) -> dict[str, Any]:
+    """Tensors on one row of a mesh each, as of TP below DDP: the same on both, then what cannot be one tensor. And the restore."""
+    both = mesh(2, size // 2, names=("dp", "tp"))
+    row, tp = rank // (size // 2), both["tp"]
+    ckpt, out = checkpointer(url), {}
+
+    def cut(value: float, cuts: Any) -> dict[str, Any]:
+        whole = torch.arange(24.0).reshape(6, 4) + value
+        return {"w": distribute_tensor(whole, tp, [cuts], src_data_rank=None), "n": 1}
+
+    out["same"] = outcome(ckpt.save(1, cut(0.0, Shard(0))))
+    out["values"] = outcome(ckpt.save(2, cut(float(row), Shard(0))))
+    out["cuts"] = outcome(ckpt.save(3, cut(0.0, Shard(row))))
+    out["held"] = outcome(ckpt.save(4, cut(0.0, Shard(0) if row else Replicate())))
+    out["again"] = outcome(ckpt.save(5, cut(5.0, Shard(1))))
+    state = cut(-1.0, Shard(0))
+    ckpt.restore(state)
+    out["restored"] = full(state["w"]).tolist()
+    ckpt.close()
+    return out
+
+
 def restore_refusals(rank: int, size: int, url: str) -> dict[str, Any]:
     """Of the checkpoint that `refusals` leaves: one rank fails, all raise."""
     ckpt = checkpointer(url)

@@ -62,3 +62,18 @@ def test_two_jobs_under_one_url(ranks: Ranks, jobs: Path, weed_url: str) -> None
 
 def test_nothing_communicates_between_save_and_commit(ranks: Ranks, jobs: Path, weed_url: str) -> None:
     assert ranks.run(4, jobs, "no_collectives", weed_url) == [(("", "1"), [])] * 4
+
+
+def test_tensors_on_parts_of_the_ranks_must_make_up_one_tensor(ranks: Ranks, jobs: Path, weed_url: str) -> None:
+    """Namesakes on different meshes: what no reader could put together is not committed."""
+    whole = [[5.0 + 4 * row + column for column in range(4)] for row in range(6)]
+    for out in ranks.run(4, jobs, "on_parts", weed_url):
+        assert out["same"] == ("", "1") and out["again"] == ("", "5")
+        assert out["restored"] == whole
+        for case, why in (("values", "hold different bytes"), ("cuts", "w: its shards"), ("held", "w: its shards")):
+            kind, text = out[case]
+            assert kind == "SaveError" and why in text and "names of their own" in text, (case, text)
+    with Checkpointer(weed_url) as ckpt:
+        assert [c.step for c in ckpt.checkpoints()] == [1, 5]
+        assert ckpt.load()["w"].tolist() == whole
+        assert ckpt.load(1)["w"].tolist() == [[value - 5 for value in row] for row in whole]

@@ -13,7 +13,7 @@ from support.memory_store import MemoryBucket, MemoryStore
 from objckpt.errors import ConnectError, SaveError, StoreError, WriterFencedError
 from objckpt.format import checksums, keys, wire
 from objckpt.format.index import Index
-from objckpt.format.tables import ChunkTable, ShardEntry
+from objckpt.format.tables import ChunkTable
 from objckpt.log import read_log
 from objckpt.save import gather
 from objckpt.save.commit import LogWriter, Sizes, index_object
@@ -307,23 +307,6 @@ def test_one_rank_tells_nobody() -> None:
     store = MemoryStore()
     gather.abandon(writer(store), ATTEMPT, "why", 0, 1)
     assert store.list() == []
-
-
-def with_shard(rank: int, digest: int) -> Index:
-    """A rank's index with a box of "w" that other ranks list as well."""
-    made = index(rank)
-    made.shards = [ShardEntry(("w",), "float32", (4,), (0,), (4,), digest, 0, 1)]
-    made.chunks = ChunkTable.from_rows([(0, 0, 16, 16, 0, digest)])
-    return made
-
-
-def test_tensors_of_one_name_on_different_meshes_are_compared() -> None:
-    store = MemoryStore()
-    ranks = [upload(store, with_shard(rank, 5)) for rank in range(3)]
-    gather.compare_shards(store, with_shard(0, 5), ranks)
-    ranks[2] = upload(store, with_shard(2, 6))
-    with pytest.raises(SaveError, match=r"^w: ranks 0 and 2 have different tensors of this name"):
-        gather.compare_shards(store, with_shard(0, 5), ranks)
 
 
 def test_an_outage_of_the_store_is_no_failure_of_rank_0() -> None:
