@@ -154,8 +154,8 @@ def _difference(store: Store, index: Index, key: str, rank: int, size: int) -> s
     names = sorted({n for n in mine.keys() | other.keys() if mine.get(n) != other.get(n)})
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return (
-        f"rank {rank} and rank 0 differ in {shown}: what is not sharded must be the same on all ranks; "
-        "pass what belongs to a rank as per_rank={…}"
+        f"rank {rank} and rank 0 differ in {shown}: what is not sharded, and how tensors are sharded, must be the same on "
+        "all ranks; pass what belongs to a rank as per_rank={…}"
     )
 
 

@@ -97,7 +97,7 @@ def flatten(
         leaves = leaves + mine
         global_bytes += sum(leaf.nbytes for leaf in mine) * world_size  # an estimate: those of the others are not known
         tensors += len(mine) * world_size
-    replicated = _replicated(tree, shared, walk.distributed) if world_size > 1 else []
+    replicated = _replicated(tree, shared, walk.distributed, world_size) if world_size > 1 else []
     ordered = sorted(leaves, key=lambda leaf: -leaf.itemsize)
     submesh = any(len(held.layout.ranks) < world_size for _, held in walk.distributed)
     flat = Flat(tree, ordered, own, replicated, global_bytes, tensors, submesh=submesh)
@@ -157,10 +157,17 @@ def _of_one_rank(
     return replaced(tree, aliases) if aliases else tree, leaves
 
 
-def _replicated(tree: Any, shared: list[Leaf], distributed: list[tuple[Leaf, Held]]) -> list[tuple[str, int]]:
+def _replicated(
+    tree: Any, shared: list[Leaf], distributed: list[tuple[Leaf, Held]], world_size: int
+) -> list[tuple[str, int]]:
     """What every rank should have alike, by FQN. Containers count by their leaves."""
     # Of distributed tensors too: a rank that has other ones than rank 0 would not find them in the tree, which is rank 0's.
-    stored = {leaf.fqn: f"{leaf.dtype} {leaf.global_shape} distributed" for leaf, _ in distributed}
+    # And how they are cut: of pieces that were cut unlike no reader could make a tensor.
+    stored = {}
+    for leaf, held in distributed:
+        on_all = len(held.layout.ranks) == world_size
+        cut = f"{held.layout.mesh} {held.layout.cuts}" if on_all else "on a part of the ranks"
+        stored[leaf.fqn] = f"{leaf.dtype} {leaf.global_shape} distributed {cut}"
     stored |= {leaf.fqn: f"{leaf.dtype} {leaf.shape}" for leaf in shared}
     out = []
     stack: list[tuple[Path, Any]] = [((), tree)]

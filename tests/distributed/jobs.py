@@ -228,6 +228,10 @@ def refusals(rank: int, size: int, url: str) -> dict[str, Any]:
     out["partial"] = attempt(lambda: ckpt.save(1, {"model": {"sum": partial}}))
     out["differs"] = outcome(ckpt.save(1, good | {"lr": 0.5 if rank != 2 else 0.25}))
     out["again"] = outcome(ckpt.save(1, good))
+    cut = Shard(0) if rank else Replicate()
+    out["cuts"] = outcome(
+        ckpt.save(2, good | {"w": distribute_tensor(torch.arange(7.0), mesh(size), [cut], src_data_rank=None)})
+    )
     out["stages"] = outcome(ckpt.save(2, good | ({"extra": good["w"]} if rank == 1 else {})))
     if rank == 2:
         out["type"] = attempt(lambda: ckpt.save(3, good | {"bad": object()}))

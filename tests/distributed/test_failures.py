@@ -19,6 +19,8 @@ def test_refusals_reach_every_rank_by_name(ranks: Ranks, jobs: Path, weed_url: s
         kind, text = out["differs"]
         assert kind == "SaveError" and "rank 2 and rank 0 differ in lr" in text and "per_rank" in text
         assert out["again"] == ("", "1")
+        kind, text = out["cuts"]
+        assert kind == "SaveError" and re.search(r"rank \d and rank 0 differ in w: .*how tensors are sharded", text)
         kind, text = out["stages"]
         assert kind == "SaveError" and "rank 1 and rank 0 differ in extra" in text
         kind, text = out["type"]
