@@ -40,6 +40,7 @@ from objckpt.state.staging import Stager
 from objckpt.store import open_store
 
 logger = logging.getLogger("objckpt")
+_TOLD_WAIT_S = 0.05  # a save that waited less for the one before is no news
 T = TypeVar("T")
 
 
@@ -411,7 +412,8 @@ class Checkpointer:
             slabs = arena.acquire(count, None)
             assert slabs is not None
             stats.wait_s = time.perf_counter() - began_s
-            logger.warning("save waited %.2f s for the save of step %s to end", stats.wait_s, steps)
+            if stats.wait_s >= _TOLD_WAIT_S:
+                logger.warning("save waited %.2f s for the save of step %s to end", stats.wait_s, steps)
         return slabs
 
     def _choose(self, step: int | str | None) -> Commit | None:

@@ -24,7 +24,7 @@ _FIELDS = (  # of an object in JSON; sizes in bytes
 )  # fmt: skip
 _RIGHT = ("STEP", "SEQ", "WRITER", "RANKS", "SIZE", "TENSORS")
 
-All = Annotated[bool, typer.Option("--all", help="Also what was removed, and late commits of replaced writers.")]
+All = Annotated[bool, typer.Option("--all", help="Also what was removed (retired), and late commits of replaced writers (fenced).")]
 
 
 @takes_store
@@ -38,9 +38,10 @@ def command(
     """List the committed checkpoints, in the order of their commits.
 
     The newest is the one that was committed last: after a resume from an older step it need not have the highest
-    number. Those that it does not descend from are marked as abandoned; tags stand in brackets. A log record that
-    cannot be read is told on stderr, and is an object with its "seq" and "damaged" in JSON; when it is the last one, no
-    checkpoint is marked as the newest.
+    number. Those that it does not descend from are marked as abandoned; tags stand in brackets. SEQ is the place in the
+    log, which has records of sessions, tags and removals, too; WRITER is the number of the session that saved (its
+    epoch). A log record that cannot be read is told on stderr, and is an object with its "seq" and "damaged" in JSON;
+    when it is the last one, no checkpoint is marked as the newest.
     """
     from objckpt.log import read_log
     from objckpt.store import open_store
