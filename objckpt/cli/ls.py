@@ -24,7 +24,9 @@ _FIELDS = (  # of an object in JSON; sizes in bytes
 )  # fmt: skip
 _RIGHT = ("STEP", "SEQ", "WRITER", "RANKS", "SIZE", "TENSORS")
 
-All = Annotated[bool, typer.Option("--all", help="Also what was removed (retired), and late commits of replaced writers (fenced).")]
+All = Annotated[
+    bool, typer.Option("--all", help="Also what was removed (retired), and late commits of replaced writers (fenced).")
+]
 
 
 @takes_store
