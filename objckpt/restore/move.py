@@ -63,7 +63,8 @@ def distribute(buffer: torch.Tensor, starts: Integers, dtype: torch.dtype, tenso
     """The way back: pieces of `dtype` into boxes of a tensor on any device, cast where it has another dtype. Blocks."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         elements = _seen_as(buffer, dtype)
-        bits = None if lazy_bits(tensor) else _flat(as_bits(tensor))
+        # Many at a time on the host alone: CUDA's deterministic index_put copies overlapping windows, and writes old bytes back.
+        bits = None if lazy_bits(tensor) or tensor.device.type != "cpu" else _flat(as_bits(tensor))
         for rows in _alike(boxes):
             shape, at = boxes[int(rows[0])].shape, starts[rows] // dtype.itemsize
             if bits is None or math.prod(shape) * dtype.itemsize >= _ALONE_BYTES:
