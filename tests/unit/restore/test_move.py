@@ -14,7 +14,13 @@ from objckpt.geometry import Box, Boxes
 from objckpt.restore import move
 from objckpt.state.shards import local_part
 
-WAYS = {"one by one": 0, "many at a time": 1 << 40}  # the size from which pieces are copied alone
+# The size from which pieces are copied alone, and on which devices rows of windows are assigned.
+WAYS = {"one by one": (0, ("cpu",)), "many at a time": (1 << 40, ("cpu",)), "many, as on a device": (1 << 40, ())}
+
+
+def go(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(move, "_ALONE_BYTES", WAYS[way][0])
+    monkeypatch.setattr(move, "_WINDOWED", WAYS[way][1])
 
 
 def grid(shape: tuple[int, ...], chance: random.Random) -> list[Box]:
@@ -39,7 +45,7 @@ def places(boxes: Boxes, itemsize: int) -> tuple[np.ndarray, int]:
 @pytest.mark.parametrize("block", [1, 7, 1 << 22])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex128], ids=str)
 def test_there_and_back(way: str, block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(move, "_ALONE_BYTES", WAYS[way])
+    go(way, monkeypatch)
     monkeypatch.setattr(move, "_BLOCK_ELEMENTS", block)
     chance = random.Random(f"{way} {block} {dtype}")
     for shape in [(), (1,), (13,), (5, 7), (3, 4, 6), (2, 3, 2, 5)] * 4:
@@ -65,7 +71,7 @@ def test_there_and_back(way: str, block: int, dtype: torch.dtype, monkeypatch: p
 
 @pytest.mark.parametrize("way", WAYS)
 def test_targets_of_every_kind(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(move, "_ALONE_BYTES", WAYS[way])
+    go(way, monkeypatch)
     found = grid((6, 8), random.Random(1))
     boxes = Boxes.of(found, 2)
     source = torch.arange(48, dtype=torch.float32).reshape(6, 8)
@@ -107,7 +113,7 @@ FLOATS = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_casts_are_those_of_torch(way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(move, "_ALONE_BYTES", WAYS[way])
+    go(way, monkeypatch)
     boxes = Boxes.of(grid((6, 8), random.Random(2)), 2)
     source = torch.rand(6, 8).to(dtype)
     starts, nbytes = places(boxes, dtype.itemsize)
@@ -123,7 +129,7 @@ def test_casts_are_those_of_torch(way: str, dtype: torch.dtype, monkeypatch: pyt
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_are_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not-a-number with a payload, and minus zero."""
-    monkeypatch.setattr(move, "_ALONE_BYTES", WAYS[way])
+    go(way, monkeypatch)
     bits = torch.tensor([0x7F800001, -0x80000000, 0x7FC12345, -1], dtype=torch.int32)
     boxes = Boxes.of([Box((0,), (2,)), Box((2,), (2,))], 1)
     starts, nbytes = places(boxes, 4)
@@ -138,3 +144,24 @@ def test_nothing_to_do() -> None:
     move.distribute(
         torch.empty(0, dtype=torch.uint8), np.zeros(0, np.int64), torch.float32, torch.zeros(3), Boxes.of([], 1)
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_gets_the_same_bytes(dtype: torch.dtype, deterministic: bool) -> None:
+    source = torch.randn(64, 96).to(dtype)
+    boxes = Boxes.of([Box((0, at), (64, 12)) for at in range(0, 96, 24)], 2)  # half of it: the rest keeps what it has
+    starts, nbytes = places(boxes, dtype.itemsize)
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    move.collect(source, boxes, buffer, starts)
+    here, there = torch.zeros(64, 96, dtype=dtype), torch.zeros(64, 96, dtype=dtype, device="cuda")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        move.distribute(buffer, starts, dtype, there, boxes)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    move.distribute(buffer, starts, dtype, here, boxes)
+    assert torch.equal(here, there.cpu())
