@@ -89,7 +89,7 @@ class Calls:
                 self.failed(error, self.where(operation, key), tries, signed_with)
             else:
                 self._answered = True
-                self.outage.succeeded(self.where(operation, key))
+                self.outage.succeeded(self.where(operation, key), tries)
                 return result
 
     def failed(self, error: Exception, where: Where, tries: Tries, signed_with: Any, note: str = "") -> None:

@@ -73,7 +73,7 @@ def read_range(
                     with limit:
                         index = next(stream)
                 except StopIteration:
-                    calls.outage.succeeded(where)
+                    calls.outage.succeeded(where, tries)
                     return
                 except ObjckptError:
                     raise

@@ -136,6 +136,7 @@ class Tries:
     total: int = 0
     answered: Fault | None = None  # the last fault that was an answer
     began: float = field(default_factory=time.monotonic)  # the first try, or the last that moved bytes
+    troubled: float | None = None  # since when, once that was told; see `Outage`
 
     @classmethod
     def within(cls, seconds: float) -> Tries:

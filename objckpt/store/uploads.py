@@ -276,7 +276,7 @@ class S3Uploads:
                 else:
                     self._answered = True
                     self._pace.succeeded()
-                    self._outage.succeeded(where)
+                    self._outage.succeeded(where, tries)
                     return result
             await asyncio.sleep(pause)  # outside the slot: a waiting operation holds no connection
 
