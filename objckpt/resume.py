@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
@@ -16,8 +15,9 @@ from objckpt.geometry import forget_layouts
 from objckpt.group import Group, can_exchange
 from objckpt.restore.into import Report, Restoration
 from objckpt.restore.open import open_checkpoint, opened_for
+from objckpt.restore.place import boxes_of
 from objckpt.restore.removed import unless_removed
-from objckpt.restore.share import Sharing
+from objckpt.restore.share import Sharing, alone
 from objckpt.store import Store
 
 logger = logging.getLogger("objckpt")
@@ -57,8 +57,7 @@ def restore_together(
             work.report.missing.append(to_fqn((PER_RANK, group.rank)))
         return work
 
-    with unless_removed(store, commit), contextlib.ExitStack() as end:
-        end.callback(forget_layouts)
+    with unless_removed(store, commit):
         work = group.together(match)
         shared = None
         if sharing == "auto" and group.size > 1 and can_exchange():
@@ -79,6 +78,7 @@ def restore_together(
         if shared is not None:
             shared.run(work.checkpoint)
         group.together(work.hand_over)
+    forget_layouts()
     if per_rank is not None:
         own = target[PER_RANK][group.rank] if PER_RANK in target else per_rank
         if own is not per_rank:  # replaced as a whole
@@ -91,13 +91,24 @@ def restore_together(
 
 def _tell_what_sharing_saves(group: Group, work: Restoration) -> None:
     """A warning by rank 0 where ranks read much that others read, too. A collective."""
-    checkpoint, wanted = work.checkpoint, work.wanted()
-    mine = sum(box.elements * checkpoint.tensors[fqn].itemsize for fqn, boxes in wanted.items() for box in boxes)
-    there = sum(checkpoint.tensors[fqn].nbytes for fqn in wanted)
-    every = sum(group.gather(mine))
+    checkpoint = work.checkpoint
+
+    def wanted() -> dict[str, int]:
+        out: dict[str, int] = {}
+        for target, leaf in work.fills:
+            if not alone(leaf):
+                boxes, stored = boxes_of(checkpoint, leaf, target), checkpoint.tensors[leaf.fqn]
+                out[leaf.fqn] = out.get(leaf.fqn, 0) + sum(box.elements for box in boxes) * stored.itemsize
+        return out
+
+    mine = group.together(wanted)
+    names = group.gather(list(mine) if group.rank == 0 else [])[0]
+    every = sum(group.gather(sum(mine.get(name, 0) for name in names)))
+    there = sum(checkpoint.tensors[name].nbytes for name in names)
     # Of a layout that has changed across rows each rank needs a few bytes of nearly all chunks.
-    across = checkpoint.complete and len(checkpoint.indexes) > 2
-    if group.rank == 0 and there and (every > 1.1 * there or across):
+    known = any(checkpoint.tensors[name].entry.layout is not None for name in names)
+    across = known and checkpoint.complete and len(checkpoint.indexes) > 2
+    if group.rank == 0 and (every > 1.1 * there or across):
         logger.warning(
             "each rank reads from the store what it needs of step %d, also what others read; "
             'init_process_group("cpu:gloo,cuda:nccl"), whose ranks can pass on host memory, lets them read it once',

@@ -64,9 +64,13 @@ class _ToTrainer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self.channel.send({"type": "warning", "text": record.getMessage()})
-        except OSError:
-            print(f"objckpt: {record.getMessage()}", file=sys.stderr)
+            text = record.getMessage().encode(errors="backslashreplace").decode()
+            try:
+                self.channel.send({"type": "warning", "text": text})
+            except OSError:
+                print(f"objckpt: {text}", file=sys.stderr)
+        except Exception:
+            self.handleError(record)  # as every handler: a message must not cost the save that it is about
 
 
 class _Agent:
@@ -306,6 +310,8 @@ class _Agent:
         try:
             open_checkpoint(self.store, planned, have=[index])
         except FormatError as err:
+            if "fqn" not in err.context:  # an index that cannot be read at all
+                raise
             raise SaveError(
                 f"{err.message}; tensors of one name on different meshes must be the same, and cut alike: give the stages of "
                 "a pipeline names of their own"

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType
 
+_NEAR, _COMPARED = (
+    3,
+    5000,
+)  # names that are shown; leaves among which like ones are looked for, about a third of a second
+
 
 def lazy(store: Store, checkpoint: Checkpoint, *, pickle: bool = False) -> LazyState:
     """See `LazyState`. `pickle=True` unpickles values, which runs code from the checkpoint. Makes no request."""
@@ -42,11 +47,9 @@ class LazyState(Mapping[str, Any]):
 
     def __getitem__(self, fqn: str) -> Any:
         if fqn not in self._leaves:
-            near = (
-                difflib.get_close_matches(str(fqn), self._leaves, 3) or [n for n in self._leaves if str(fqn) in n][:3]
+            raise KeyError(
+                f"{fqn}: the checkpoint of step {self.checkpoint.commit.step} has no such leaf{self._near(fqn)}"
             )
-            hint = f"; near it: {', '.join(near)}" if near else ""
-            raise KeyError(f"{fqn}: the checkpoint of step {self.checkpoint.commit.step} has no such leaf{hint}")
         leaf = self._leaves[fqn]
         if type(leaf) is TensorLeaf:
             return LazyTensor(self._store, self.checkpoint, fqn, leaf)
@@ -55,6 +58,17 @@ class LazyState(Mapping[str, Any]):
 
             return to_python(leaf, lambda path, leaf: None, pickle=self._pickle, path=(fqn,))
         return leaf
+
+    def get(self, fqn: str, default: Any = None) -> Any:
+        """The leaf, or `default`."""
+        return self[fqn] if fqn in self._leaves else default
+
+    def _near(self, fqn: str) -> str:
+        name = str(fqn)
+        near = [other for other in self._leaves if name in other][:_NEAR]
+        if len(self._leaves) <= _COMPARED:
+            near = difflib.get_close_matches(name, self._leaves, _NEAR) or near
+        return f"; near it: {', '.join(near)}" if near else ""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._leaves)

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -115,7 +116,7 @@ class Sharing:
         shared = self._all(lambda: self._all_worth() if self.ranks.rank == 0 else [])[0]
         self._plan(shared)
         gone = set(shared)
-        return [(target, leaf) for target, leaf in fills if _alone(leaf) or leaf.fqn not in gone]
+        return [(target, leaf) for target, leaf in fills if alone(leaf) or leaf.fqn not in gone]
 
     def wanted(self) -> dict[str, list[Box]]:
         """What this rank will read for all, by FQN."""
@@ -130,9 +131,9 @@ class Sharing:
         self.checkpoint = checkpoint
         with half_restored():
             for this in self._rounds:
-                out, into, starts = self.ranks.together(lambda this=this: self._prepare(this))  # type: ignore[misc]
+                out, into, starts = self.ranks.together(partial(self._prepare, this))
                 self.ranks.exchange(out, into)
-                self.ranks.together(lambda this=this, starts=starts: self._place(this, starts))  # type: ignore[misc]
+                self.ranks.together(partial(self._place, this, starts))
         self._memory.clear()
 
     def _all(self, work: Callable[[], T]) -> list[T]:
@@ -142,7 +143,7 @@ class Sharing:
     def _takes_back(self, fills: Sequence[Fill]) -> bool:
         """Note what this rank wants. Whether it is what this rank wrote."""
         for target, leaf in fills:
-            if not _alone(leaf):
+            if not alone(leaf):
                 parts = [(t, b) for t, b in parts_of(target, leaf.fqn) if b.elements]
                 self._targets.setdefault(leaf.fqn, []).extend(parts)
                 self._layouts.setdefault(leaf.fqn, []).append(self._layout(target, leaf.fqn))
@@ -237,7 +238,7 @@ class Sharing:
             budget = min(budget, self.ranks.size * ROUND_BYTES)
             rounds = dealt(units, budget)
             # Replicas take all that is read, so that a round may have to be much less than what all could read.
-            most = max(self._all(lambda rounds=rounds: self._moved(units, gets, rounds)))  # type: ignore[misc]
+            most = max(self._all(partial(self._moved, units, gets, rounds)))
             if most <= ROUND_BYTES:
                 break
             budget = max(1, min(budget, total) * ROUND_BYTES // most)
@@ -358,7 +359,7 @@ class Sharing:
         return self._memory[name][:nbytes]
 
 
-def _alone(leaf: TensorLeaf) -> bool:
+def alone(leaf: TensorLeaf) -> bool:
     """Whether each rank reads it for itself: views, and what belongs to this rank."""
     return leaf.view is not None or leaf.fqn.startswith(f"{PER_RANK}/")
 

@@ -23,9 +23,8 @@ from objckpt.store import Store
 
 logger = logging.getLogger("objckpt")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _GROWTH = 0.01, 2.0, 1.15
-_LOOKS_PER_S = (
-    2000  # of all ranks together; S3 promises 5,500 reads a second of one prefix ("Optimizing Amazon S3 performance")
-)
+# Of all ranks together. S3 promises 5,500 reads a second of one prefix ("Optimizing Amazon S3 performance").
+_LOOKS_PER_S = 2000
 _SHOWN = 8
 _jitter = random.Random()
 

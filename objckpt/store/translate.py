@@ -126,7 +126,7 @@ def _diagnose(fault: Fault, where: Where, checksums_off: bool) -> tuple[type[Sto
             )
         remedy = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or write ~/.aws/credentials."
         if where.endpoint.rstrip("/").endswith(".amazonaws.com"):
-            remedy += " No endpoint is set, so this is AWS itself: for another store set AWS_ENDPOINT_URL."
+            remedy += " This is AWS itself: for another store set AWS_ENDPOINT_URL."
         return AccessError, remedy
     if fault.source == "tls":
         return ConnectError, _tls_remedy(fault.message.lower())

@@ -67,7 +67,10 @@ def test_a_name_that_is_not_there_is_answered_with_those_near_it() -> None:
             weights["model"]
         with pytest.raises(KeyError, match="near it: model/weight"):
             weights["model/wieght"]
-        assert "model" not in weights and weights.get("model") is None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("difflib.get_close_matches", lambda *_: pytest.fail("who asks for a default needs no names"))
+            assert "model" not in weights and weights.get("model") is None and weights.get("modle", 3) == 3
+        assert weights.get("model/weight").shape == (2, 2)
 
 
 @pytest.mark.parametrize("wrong", [{"options": StoreOptions()}, {"store": SaveOptions()}, {"store": {}}])

@@ -14,7 +14,7 @@ import torch
 from support.memory_store import MemoryStore
 from support.written import ATTEMPT, damage, write_shards
 
-from objckpt import resume
+from objckpt import geometry, resume
 from objckpt.errors import ConnectError, IntegrityError
 from objckpt.events import ignore
 from objckpt.format import checksums, keys
@@ -325,6 +325,29 @@ def test_each_index_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for asked, target in Job(3).run(work):
         assert len(asked) == 8 and set(asked.values()) == {1}
         assert np.array_equal(target, array)
+    assert geometry._boxes.cache_info().currsize == geometry._ranges.cache_info().currsize == 0, "memory is given back"
+
+
+def test_parts_of_their_own_are_nothing_to_share(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank has tensors that no other has; and what belongs to it alone."""
+    monkeypatch.setattr(resume, "can_exchange", lambda: False)
+    array = np.arange(96 * 4).reshape(96, 4)
+    tensors = {name: (array, [whole((96, 4))]) for name in ("a", "b", "c")}
+    store, checkpoint = write_shards(tensors, ranks=3, chunk_bytes=64)
+
+    def work(rank: Rank) -> torch.Tensor:
+        into = {"abc"[rank.rank]: torch.zeros(96, 4, dtype=torch.int64)}
+        resume.restore_together(
+            store, rank, checkpoint.commit, into, None,  # type: ignore[arg-type]
+            strict=False, only=None, cast=False, pickle=False, sharing="auto", progress=ignore,
+        )  # fmt: skip
+        (target,) = into.values()
+        return target
+
+    assert all(np.array_equal(target, array) for target in Job(3).run(work))
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("ranks", [3, 8], ids=["replicas", "of more ranks"])
