@@ -1,4 +1,5 @@
-"""The journey of a restore, one file per stage: open (indexes), plan (ranges), fetch (GETs, checks), place (torch).
+"""The journey of a restore, one file per stage: open (indexes), plan (ranges), fetch (GETs, checks), place (torch). What ranks
+read once for all goes through share: units (who reads what, when), and move (pieces to and from buffers).
 
 Importing this package imports no torch; `load`, `restore_into` and slicing a lazy tensor do.
 """
